@@ -1,6 +1,6 @@
 """Launches that `gqa explain --json` describes, on tensors of PyTorch in this process, so that they are timed beside others' kernels.
 
-Kernels come from a folder like this repository's crates/gqa-host/ptx/, which may hold others under the same names.
+Kernels come from a folder like this repository's crates/gqa-cuda/ptx/, which may hold others under the same names.
 """
 import ctypes
 import functools

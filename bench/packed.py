@@ -1,4 +1,4 @@
-"""PTX as this repository ships it, crates/gqa-host/ptx/: files of kernels, described in
+"""PTX as this repository ships it, crates/gqa-cuda/ptx/: files of kernels, described in
 crates/gqa-ptx/src/packed.rs."""
 import collections
 import json
@@ -6,7 +6,7 @@ import lzma
 import pathlib
 import re
 
-SHIPPED = pathlib.Path(__file__).parent.parent / "crates/gqa-host/ptx"
+SHIPPED = pathlib.Path(__file__).parent.parent / "crates/gqa-cuda/ptx"
 
 
 def modules(folder):

@@ -17,8 +17,18 @@ use std::process::Command;
 use std::{env, fs};
 
 /// The crates that are meant for others, each behind those it depends on.
-const CRATES: [&str; 7] =
-    ["gqa-cpu", "gqa-sim", "gqa-kernels", "gqa-ptx", "gqa-host", "gqa-onnx", "gqa-cli"];
+const CRATES: [&str; 10] = [
+    "gqa-tensor",
+    "gqa-cpu",
+    "gqa-sim",
+    "gqa-kernels",
+    "gqa-ptx",
+    "gqa-plan",
+    "gqa-cuda",
+    "gqa-host",
+    "gqa-onnx",
+    "gqa-cli",
+];
 /// A registry's limit.
 const MOST_BYTES: u64 = 10 << 20;
 

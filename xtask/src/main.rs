@@ -35,7 +35,7 @@ struct Cli {
 enum Verb {
     /// Everything CI runs; installs a device toolchain first if there is none.
     Test(test::Args),
-    /// Compile the kernels to PTX and write crates/gqa-host/ptx/, or compare with it.
+    /// Compile the kernels to PTX and write crates/gqa-cuda/ptx/, or compare with it.
     Ptx(ptx::Args),
     /// Assemble the shipped PTX and show what each entry costs.
     Ptxas(ptxas::Args),

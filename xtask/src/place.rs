@@ -17,7 +17,7 @@ pub fn kernels() -> PathBuf {
 
 /// The shipped PTX.
 pub fn shipped() -> PathBuf {
-    root().join("crates/gqa-host/ptx")
+    root().join("crates/gqa-cuda/ptx")
 }
 
 /// The list of shipped PTX.

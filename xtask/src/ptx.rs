@@ -208,7 +208,7 @@ fn check(compiled: Vec<Compiled>, modules: &[Module], args: &Args) -> Result<()>
         return Ok(());
     }
     bail!(
-        "crates/gqa-host/ptx/ is not what the kernels give:\n{}\nrun `cargo xtask ptx` and `cargo xtask ratchet --bless`, look at what \
+        "crates/gqa-cuda/ptx/ is not what the kernels give:\n{}\nrun `cargo xtask ptx` and `cargo xtask ratchet --bless`, look at what \
          changed, and commit it",
         problems.join("\n")
     )

@@ -102,7 +102,7 @@ fn json(plan: &Plan) -> Value {
             "arguments": arguments,
             "values": launch.args().iter().map(value).collect::<Vec<_>>(),
             "params": launch.params(),
-            "constants": launch.constants(plan.fold()).bytes().collect::<Vec<_>>(),
+            "constants": gqa_host::driver::constants(launch, plan.fold()).bytes().collect::<Vec<_>>(),
         })
     });
     let decisions = explanation.decisions.iter();

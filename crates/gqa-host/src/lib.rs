@@ -9,32 +9,23 @@
 #![warn(clippy::missing_errors_doc)]
 
 pub mod backend;
-#[cfg(feature = "cuda")]
-pub mod driver;
-pub mod engine;
-mod error;
 mod merge;
 pub mod op;
-mod paged;
-pub mod plan;
-mod problem;
 pub mod reference;
-mod sliding;
-mod tensor;
-mod view;
 
-/// Arrays become [`Tensor`]s, so that a program needs no version of its own of this crate.
-pub use ndarray;
-
-pub use error::{Error, Result};
-pub use merge::{State, merge_states};
-pub use problem::{
+/// GPUs through the CUDA driver: devices, memory, streams, graphs, and plans put into streams.
+#[cfg(feature = "cuda")]
+pub use gqa_cuda as driver;
+pub use gqa_plan::{
     Alignment, Bias, CacheBinding, CallKind, Layout, Pages, Phase, Problem, ProblemFields, QkNorm,
     QkOutput, QuantFormat, Quantization, Rotary, RowLayout, RowStrides, Scales, Sink, Strided,
-    WriteMode,
+    WriteMode, engine, plan,
 };
-pub use tensor::{DType, RowMajor, Tensor, TensorDesc};
-pub use view::{CacheView, TensorView, TensorViewMut};
+pub use gqa_tensor::{
+    CacheView, DType, Error, Result, RowMajor, Tensor, TensorDesc, TensorView, TensorViewMut,
+    ndarray,
+};
+pub use merge::{State, merge_states};
 
 /// The README's example is a test.
 #[cfg(doctest)]

@@ -250,6 +250,10 @@ impl Call {
             let rope = Rope::new(dim, positions);
             layer = layer.rope(if interleaved { rope.interleaved() } else { rope });
         }
+        // Bounds of flash-attn's callers are often larger than what they bound.
+        let longest = longest.min(cache.1.saturating_mul(cache.2));
+        let most_tokens = most_tokens.min(tokens);
+        let most_tokens = if appended { most_tokens } else { most_tokens.min(longest) };
         let call = Paged::new(sequences, tokens, cache.into());
         let call = call.most_tokens(most_tokens).longest(longest);
         let call = if counts_new { call.total_lengths() } else { call };

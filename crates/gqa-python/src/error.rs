@@ -30,11 +30,14 @@ pub fn room<T>(argument: &'static str, count: usize) -> Result<Vec<T>, Error> {
 /// An error of the library.
 pub fn raised(error: Error) -> PyErr {
     let text = error.to_string();
-    match error {
-        Error::Driver(gqa_host::driver::DriverError::NoDriver { .. }) => {
-            NoDriverError::new_err(text)
+    match error.cause() {
+        Some(gqa_host::driver::DriverError::NoDriver { .. }) => {
+            return NoDriverError::new_err(text);
         }
-        Error::Driver(_) => DriverError::new_err(text),
+        Some(_) => return DriverError::new_err(text),
+        None => {}
+    }
+    match error {
         Error::OutOfMemory { .. } => PyMemoryError::new_err(text),
         _ => PyValueError::new_err(text),
     }

@@ -110,12 +110,36 @@ fn paged([sequences, tokens, _]: [usize; 3], draw: &mut Draw) -> Paged {
     call
 }
 
+/// Numbers of a layer and of its calls.
+const NUMBERS: [&str; 20] = [
+    "dtype",
+    "scale",
+    "softcap",
+    "sink",
+    "causal",
+    "qk_norm",
+    "quantized",
+    "packed",
+    "sequences",
+    "block_size",
+    "cache",
+    "heads.query",
+    "heads.kv",
+    "heads.size",
+    "window",
+    "rope.dim",
+    "rope.positions",
+    "capacity",
+    "longest",
+    "most_tokens",
+];
+
 /// Tensors of a paged call that its plan knows by other names, or not at all.
 const PAGED_TENSORS: [&str; 3] = ["key_cache", "value_cache", "past_seqlens"];
 
 impl Scenario for Planned {
     fn make(&self, report: &mut Report) {
-        let roles = TensorId::ALL.iter().map(|id| id.name());
+        let roles = TensorId::ALL.iter().map(|id| id.name()).chain(NUMBERS);
         let problem = match self.call {
             Call::Dense(call) => {
                 report.expect(operators::GQA, roles);

@@ -1,28 +1,9 @@
 //! A call's tensors by their role, and whether they are those of a problem.
 
 use super::{Io, IoViews};
-use crate::op::validate::values;
-use crate::plan::{TensorId, TensorSpec, Tensors};
+use crate::plan::{TensorId, TensorSpec};
 use crate::{DType, Error, Problem, Result, Tensor, TensorView, TensorViewMut};
-
-impl<'a> Tensors<&'a Tensor> {
-    /// Their elements.
-    pub(crate) fn views(self) -> Tensors<TensorView<'a>> {
-        self.map(Tensor::view)
-    }
-}
-
-impl<T: Copy> Tensors<T> {
-    /// The tensor in that role.
-    pub fn input(&self, id: TensorId) -> Option<T> {
-        self.get(id).copied()
-    }
-
-    /// The tensor in that role, which the call cannot do without.
-    pub(crate) fn need(&self, id: TensorId) -> Result<T> {
-        self.input(id).ok_or_else(|| Error::invalid(id.name(), "nothing", "a tensor"))
-    }
-}
+use gqa_plan::contents;
 
 impl<'a> Io<'a> {
     /// The input in that role.
@@ -71,7 +52,7 @@ impl<'a> Io<'a> {
     /// the tensors that they index. Back ends compute what passes.
     pub(crate) fn check(&self, problem: &Problem) -> Result<()> {
         self.check_tensors(problem)?;
-        values::check(problem, &self.inputs.views())
+        contents::check(problem, &self.inputs.views())
     }
 
     /// Errs unless all tensors of `problem` are there, with its types and as many elements as it
@@ -144,7 +125,7 @@ impl<'a> IoViews<'a> {
                 has_elements(problem, id, spec, len)
             })
         })?;
-        values::check(problem, &self.inputs)
+        contents::check(problem, &self.inputs)
     }
 }
 
@@ -159,7 +140,7 @@ struct Got<'a> {
 /// Whether so many elements are those of the tensor, or reach as far as its strides do.
 fn has_elements(p: &Problem, id: TensorId, spec: &TensorSpec, len: usize) -> bool {
     let Some(strides) = spec.strides else { return len == spec.len() };
-    strides.extent(p.row_dims(id)).is_some_and(|extent| len >= extent)
+    strides.extent(id.row_dims(p)).is_some_and(|extent| len >= extent)
 }
 
 /// Errs unless there is what the problem has in that role: a tensor of its type and of elements

@@ -96,7 +96,3 @@ pub(crate) fn run(backend: &dyn Backend, problem: &Problem, io: &mut Io<'_>) -> 
         Some(folder) => dump::Dumped::new(backend, folder).run(problem, io),
     }
 }
-
-/// Fills memory that a kernel must write: NaN in every floating-point type.
-#[cfg(any(feature = "cuda", feature = "sim"))]
-pub(crate) const POISON: u8 = 0xff;

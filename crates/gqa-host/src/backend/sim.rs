@@ -1,9 +1,10 @@
 //! Problems on the simulated GPU: the same launches as on a real one, with host memory bound.
 
-use super::{Backend, Io, Machine, POISON, strided};
+use super::{Backend, Io, Machine, strided};
 use crate::plan::{Arg, DeviceInfo, Launch, Plan, PlanOptions, TensorId, TensorMap, plan};
 use crate::{CacheBinding, Error, Problem, Result, Tensor};
 use gqa_sim::{Swizzle, TensorLayout};
+use gqa_tensor::POISON;
 use std::cell::Cell;
 use std::ops::Range;
 
@@ -45,7 +46,8 @@ impl Sim {
         memory: &Memory<'_>,
         prefetches: impl Fn(&Arg) -> bool,
     ) -> Result<()> {
-        let Launch { entry, grid, cluster, programmatic, overlaps, args, params, .. } = launch;
+        let (entry, grid, cluster) = (launch.entry(), launch.grid(), launch.cluster());
+        let programmatic = launch.programmatic();
         launch.check_cluster()?;
         tracing::debug!(
             entry = entry.name,
@@ -60,21 +62,20 @@ impl Sim {
             let bound = memory.bind(*arg);
             if prefetches(arg) { bound.early() } else { bound }
         };
-        let mut arguments: Vec<_> = args.iter().map(bind).collect();
-        arguments.push(gqa_sim::Arg::params_bytes(params));
+        let mut arguments: Vec<_> = launch.args().iter().map(bind).collect();
+        arguments.push(gqa_sim::Arg::params_bytes(launch.params()));
         let shape = gqa_sim::Launch {
             name: entry.name,
-            grid: *grid,
+            grid,
             threads: entry.threads,
             shared_bytes: entry.shared_bytes,
             seed: self.seed,
-            cluster: *cluster,
+            cluster,
             communicates: entry.communicates,
             // One that overlaps the launch ahead waits in the end, for what runs behind it here.
-            programmatic: *programmatic && !overlaps,
+            programmatic: programmatic && !launch.overlaps(),
         };
-        gqa_sim::launch(&shape, &entry.simulate, &arguments)?;
-        Ok(())
+        gqa_sim::launch(&shape, &entry.simulate, &arguments).map(drop).map_err(Error::machine)
     }
 }
 
@@ -85,9 +86,9 @@ impl Machine for Sim {
 
     fn execute(&self, plan: &Plan, io: &mut Io<'_>) -> Result<()> {
         io.check_tensors(plan.problem())?;
-        let mut workspace = workspace(plan.workspace_bytes)?;
+        let mut workspace = workspace(plan.workspace_bytes())?;
         let shared = plan.problem().cache == CacheBinding::Shared;
-        let mut counters = vec![0u32; plan.counters];
+        let mut counters = vec![0u32; plan.counters()];
         let inputs = TensorId::ALL
             .into_iter()
             .filter_map(|id| Some((id, strided::scattered(plan.problem(), id, io.input(id)?)?)));
@@ -95,14 +96,14 @@ impl Machine for Sim {
         let memory = Memory::new(io, shared, bytemuck::cast_slice_mut(&mut workspace))?
             .with_counters(bytemuck::cast_slice_mut(&mut counters))
             .with_strided(&inputs, output.as_deref_mut());
-        for number in order(&plan.launches) {
-            self.launch(&plan.launches[number], &memory, |arg| prefetches(plan, number, arg))?;
+        for number in order(plan.launches()) {
+            self.launch(&plan.launches()[number], &memory, |arg| prefetches(plan, number, arg))?;
         }
         if let Some(output) = output {
             strided::gather(plan.problem(), output, io)?;
         }
         match counters.iter().position(|&count| count != 0) {
-            Some(i) => Err(Error::CounterLeft { counter: i, value: counters[i] }),
+            Some(i) => Err(Error::machine(CounterLeft { counter: i, value: counters[i] })),
             None => Ok(()),
         }
     }
@@ -123,14 +124,14 @@ impl Backend for Sim {
 /// overlap the one ahead come before it, so that none finds done what it must not rely on.
 fn order(launches: &[Launch]) -> Vec<usize> {
     let (concurrent, others): (Vec<_>, Vec<_>) =
-        (0..launches.len()).partition(|&number| launches[number].concurrent);
-    let groups = others.chunk_by(|_, &next| launches[next].overlaps);
+        (0..launches.len()).partition(|&number| launches[number].concurrent());
+    let groups = others.chunk_by(|_, &next| launches[next].overlaps());
     groups.flat_map(|group| group.iter().rev()).copied().chain(concurrent).collect()
 }
 
 /// Whether a launch of the plan may read that while the one ahead of it still runs.
 fn prefetches(plan: &Plan, number: usize, arg: &Arg) -> bool {
-    let ahead = &plan.launches[..number];
+    let ahead = &plan.launches()[..number];
     match (ahead.last(), tensor(arg)) {
         // As the caller says.
         (None, Some(id)) => {
@@ -140,8 +141,8 @@ fn prefetches(plan: &Plan, number: usize, arg: &Arg) -> bool {
         (None, None) => false,
         // It began when all before it had ended.
         (Some(before), _) => {
-            ahead.iter().all(|launch| !launch.programmatic)
-                && !before.args.iter().any(|other| shares(arg, other))
+            ahead.iter().all(|launch| !launch.programmatic())
+                && !before.args().iter().any(|other| shares(arg, other))
         }
     }
 }
@@ -275,4 +276,14 @@ fn workspace(bytes: usize) -> Result<Vec<u128>> {
     reserved.map_err(|_| Error::OutOfMemory { argument: "workspace", bytes })?;
     workspace.resize(units, u128::from_ne_bytes([POISON; 16]));
     Ok(workspace)
+}
+
+/// A kernel did not leave a counter as it found it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("simulator: counter {counter} is {value} after the call; allowed: 0")]
+pub struct CounterLeft {
+    /// Its index.
+    pub counter: usize,
+    /// Its value.
+    pub value: u32,
 }

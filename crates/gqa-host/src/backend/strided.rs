@@ -1,8 +1,9 @@
 //! Copies of a call's tensors with the strides that its plan wants, on the simulated GPU.
 
-use super::{Io, POISON};
+use super::Io;
 use crate::plan::TensorId;
 use crate::{Error, Problem, Result, RowLayout, Strided, Tensor};
+use gqa_tensor::POISON;
 
 /// Where a strided tensor's rows are, and where those of the contiguous one.
 struct Rows {
@@ -23,7 +24,7 @@ impl Rows {
             TensorId::Output => (output, p.out_dtype, p.output_layout(), dense.output_layout()),
             _ => return None,
         };
-        let dims = p.row_dims(id);
+        let dims = id.row_dims(p);
         strides.map(|_| Self { dims, element: element.size(), strided, contiguous })
     }
 

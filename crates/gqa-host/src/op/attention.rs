@@ -2,7 +2,7 @@
 
 use crate::backend::{Backend, Io, run};
 use crate::plan::{TensorId, Tensors};
-use crate::{DType, Layout, Problem, QkOutput, Result, Tensor};
+use crate::{DType, Problem, QkOutput, Result, Tensor};
 
 /// The operator's attributes, with ONNX's defaults.
 ///
@@ -271,17 +271,6 @@ impl AttentionOutputs {
             row_scales: None,
             output_qk: self.qk_matmul_output.as_mut(),
             lse: None,
-        }
-    }
-}
-
-impl Layout {
-    /// Of tensors with that many dimensions.
-    pub(crate) fn of_rank(rank: usize) -> Option<Self> {
-        match rank {
-            3 => Some(Self::Bsnh),
-            4 => Some(Self::Bnsh),
-            _ => None,
         }
     }
 }

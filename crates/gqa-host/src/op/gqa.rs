@@ -2,7 +2,7 @@
 
 use crate::backend::{Backend, Io, run};
 use crate::plan::{TensorId, Tensors};
-use crate::{CacheBinding, DType, Layout, Problem, QkOutput, Result, Scales, Sink, Tensor};
+use crate::{CacheBinding, DType, Layout, Problem, QkOutput, Result, Scales, Tensor};
 
 /// How a cache is quantized.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -425,17 +425,6 @@ impl Outputs {
             row_scales: None,
             output_qk: self.output_qk.as_mut(),
             lse: self.lse.as_mut(),
-        }
-    }
-}
-
-impl Sink {
-    /// head_sink wins over smooth_softmax.
-    pub(crate) fn from_inputs(head_sink: bool, smooth_softmax: bool) -> Self {
-        match (head_sink, smooth_softmax) {
-            (true, _) => Self::PerHead,
-            (false, true) => Self::Zero,
-            (false, false) => Self::None,
         }
     }
 }

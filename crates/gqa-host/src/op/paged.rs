@@ -2,19 +2,19 @@
 //! KV cache that a table gives to them.
 
 mod inputs;
-mod lengths;
 mod quantization;
 mod validate;
-mod written;
 
 pub use inputs::{PagedCache, PagedInputs, PagedShapes};
 
 use super::QuantType;
-use super::validate::{check_owner, values};
+use super::validate::check_owner;
 use crate::backend::{Backend, Io, run};
 use crate::plan::{TensorId, Tensors};
-use crate::{DType, Problem, Result, Tensor};
-pub(crate) use lengths::Lengths;
+use crate::{DType, Error, Problem, Result, Tensor};
+pub use gqa_plan::contents::Bounds;
+use gqa_plan::contents::{self, PagedLengths};
+use gqa_plan::limits::shape;
 
 /// The operator's attributes, with ONNX Runtime's defaults.
 #[derive(Clone, Debug, PartialEq)]
@@ -172,11 +172,13 @@ impl PagedAttention {
         let given = [inputs.k_scale, inputs.v_scale];
         check_owner(self.k_quant_type, given, cache.scales.as_ref())?;
         let (tokens, tensors) = (inputs.query.shape().first().copied(), inputs.tensors().views());
-        let lengths = Lengths::of(&tensors, tokens.unwrap_or_default())?;
+        let lengths = PagedLengths::of(&tensors, tokens.unwrap_or_default())?;
         let shapes = PagedShapes::of(inputs, cache, lengths.bounds());
         let problem = self.problem_from_shapes(&shapes)?;
-        inputs.attention_metadata.map_or(Ok(()), |metadata| lengths.check_metadata(metadata))?;
-        values::check(&problem, &tensors)?;
+        inputs
+            .attention_metadata
+            .map_or(Ok(()), |metadata| check_metadata(lengths.bounds(), metadata))?;
+        contents::check(&problem, &tensors)?;
         Ok(problem)
     }
 }
@@ -202,12 +204,21 @@ impl<'a> PagedInputs<'a> {
     }
 }
 
-/// The most that a sequence has, as attention_metadata tells it; 0: not known. Kernels are chosen
-/// and scratch memory is sized by it.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Bounds {
-    /// New tokens.
-    pub query_rows: usize,
-    /// Tokens in all, the new ones included.
-    pub keys: usize,
+/// Errs unless attention_metadata is true.
+fn check_metadata(most: Bounds, metadata: &Tensor) -> Result<()> {
+    const NAME: &str = "attention_metadata";
+    let bounds = contents::integers(NAME, metadata.view())?;
+    if metadata.shape().len() != 1 || !(2..=3).contains(&bounds.len()) {
+        return Err(Error::invalid(NAME, shape(metadata.shape()), "(2) or (3)"));
+    }
+    let Bounds { query_rows, keys } = most;
+    for (&bound, most) in bounds.iter().zip([query_rows, keys]) {
+        if !usize::try_from(bound).is_ok_and(|bound| bound == 0 || bound >= most) {
+            let allowed = format!(
+                "0, or {query_rows} and {keys} or more, the most tokens of a sequence, new and in all"
+            );
+            return Err(Error::invalid(NAME, format!("{bounds:?}"), allowed));
+        }
+    }
+    Ok(())
 }

@@ -1,11 +1,12 @@
 //! ONNX `RotaryEmbedding`, as operator set 23 defines it.
 
-use super::validate::{Dim, MAX_HEAD_SIZE, MAX_HEADS, Pattern, addressable, check_rows, shape};
+use super::validate::{Dim, Pattern};
 use crate::backend::{Backend, Io, run};
 use crate::plan::{TensorId, Tensors};
 use crate::{
     CallKind, DType, Error, Layout, Problem, ProblemFields, Result, Rotary, Tensor, TensorDesc,
 };
+use gqa_plan::limits::{MAX_HEAD_SIZE, MAX_HEADS, addressable, check_rows, shape};
 use ndarray::{Array1, Array2};
 
 /// The operator's attributes, with ONNX's defaults.

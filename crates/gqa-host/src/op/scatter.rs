@@ -1,13 +1,14 @@
 //! Writing rows into a cache outside of attention, at an index of each batch entry's own.
 
 use super::KvCache;
-use super::validate::{Dim, MAX_COUNT, Pattern, addressable, check_rows, shape};
+use super::validate::{Dim, Pattern};
 use crate::backend::{Backend, Io, run};
 use crate::plan::{TensorId, Tensors};
 use crate::{
     CacheBinding, CallKind, DType, Error, Layout, Phase, Problem, ProblemFields, Result, Tensor,
     TensorDesc, WriteMode,
 };
+use gqa_plan::limits::{MAX_COUNT, addressable, check_rows, shape};
 use ndarray::Array1;
 
 /// ONNX `TensorScatter`, as operator set 24 defines it.

@@ -1,20 +1,20 @@
-//! From attributes and inputs to a [`Problem`]: the only place where one is made.
+//! From attributes and inputs to a [`Problem`].
 
 mod inputs;
 mod pattern;
 mod quantization;
 mod sliding;
-pub(crate) mod values;
 
 use super::{GroupQueryAttention, Inputs, KvCache, Shapes};
 use crate::{
     CacheBinding, DType, Error, Phase, Problem, ProblemFields, QkOutput, Result, Rotary, Sink,
+    Tensor,
 };
+use gqa_plan::contents;
+use gqa_plan::limits::{addressable, check_rows, shape};
+pub(super) use inputs::both;
 use inputs::{Heads, Query};
-pub(super) use inputs::{MAX_HEAD_SIZE, both};
-pub(super) use pattern::{
-    Dim, MAX_COUNT, MAX_HEADS, Pattern, addressable, check_rows, head_count, shape,
-};
+pub(super) use pattern::{Dim, Pattern, head_count};
 use quantization::quantization;
 pub(super) use quantization::{
     check_owner, check_row_scales, check_scales, check_types, row_scales,
@@ -29,9 +29,9 @@ impl GroupQueryAttention {
     /// [`Error::Invalid`] names the input or attribute that is not allowed, what was got and what
     /// is allowed.
     pub fn problem(&self, inputs: &Inputs<'_>, cache: CacheBinding) -> Result<Problem> {
-        let total = values::total_sequence_length(inputs.total_sequence_length)?;
+        let total = total_sequence_length(inputs.total_sequence_length)?;
         let problem = self.problem_from_shapes(&Shapes::of(inputs, total), cache)?;
-        values::check(&problem, &inputs.tensors().views())?;
+        contents::check(&problem, &inputs.tensors().views())?;
         Ok(problem)
     }
 
@@ -88,7 +88,8 @@ impl GroupQueryAttention {
         query.check_row_scales(inputs, quantized, rows.past)?;
         self.check_sliding(inputs, quantized, rows)?;
         let capacity = self.present_rows(rows, cache)?;
-        let problem = Problem::new(ProblemFields {
+        self.check_sizes(&query, rows, capacity)?;
+        Problem::new(ProblemFields {
             out_dtype: self.output_type(inputs, query.dtype)?,
             batch: query.batch,
             q_heads: heads.query,
@@ -112,16 +113,29 @@ impl GroupQueryAttention {
             softcap: (self.softcap > 0.0).then_some(self.softcap),
             window: self.window(capacity.max(rows.total)),
             causal: self.causal == 1,
-            sink: Sink::from_inputs(query.head_sink(inputs)?, self.smooth_softmax),
+            sink: sink(query.head_sink(inputs)?, self.smooth_softmax),
             bias: query.bias(inputs)?,
             output_qk: self.output_qk()?,
             lse: self.lse,
             prefetch_cache: self.prefetch_cache,
             float8_products: self.float8_products,
             ..ProblemFields::plain("GroupQueryAttention", query.dtype)
-        })?;
-        check_sizes(&problem)?;
-        Ok(problem)
+        })
+    }
+
+    /// Errs where a tensor that the call makes, or its rows, cannot be counted.
+    fn check_sizes(&self, query: &Query, rows: Rows, capacity: usize) -> Result<()> {
+        const TOTAL: &str = "total_sequence_length";
+        let (batch, heads, kv_heads) = (query.batch, query.heads(), query.kv_heads());
+        check_rows("query", &[batch, heads, rows.query])?;
+        check_rows(TOTAL, &[batch, kv_heads, capacity])?;
+        addressable(TOTAL, &[batch, kv_heads, capacity, query.head_size])?;
+        if i32::try_from(rows.total).is_err() {
+            let allowed = format!("up to {}, as seqlens_k is int32", i32::MAX);
+            return Err(Error::invalid(TOTAL, rows.total, allowed));
+        }
+        let of_scores = if self.qk_output == 0 { TOTAL } else { "qk_output" };
+        addressable(of_scores, &[batch, heads, rows.query, rows.total])
     }
 
     /// Type of output: float8e4m3fn where it has a scale.
@@ -259,16 +273,21 @@ struct Rows {
     past: usize,
 }
 
-/// Errs where a tensor that the call makes, or its rows, cannot be counted.
-fn check_sizes(p: &Problem) -> Result<()> {
-    check_rows("query", &[p.batch, p.q_heads, p.q_len])?;
-    check_rows("total_sequence_length", &[p.batch, p.kv_heads, p.capacity])?;
-    addressable("total_sequence_length", &p.key_cache_shape(p.capacity))?;
-    if i32::try_from(p.total_len).is_err() {
-        let allowed = format!("up to {}, as seqlens_k is int32", i32::MAX);
-        return Err(Error::invalid("total_sequence_length", p.total_len, allowed));
+/// The value of total_sequence_length.
+fn total_sequence_length(tensor: &Tensor) -> Result<usize> {
+    const ARGUMENT: &str = "total_sequence_length";
+    match *contents::integers(ARGUMENT, tensor.view())? {
+        [total] if total >= 0 => Ok(total as usize),
+        [total] => Err(Error::invalid(ARGUMENT, total, "0 or more")),
+        _ => Err(Error::invalid(ARGUMENT, shape(tensor.shape()), "one element")),
     }
-    let of_scores =
-        if p.output_qk == QkOutput::None { "total_sequence_length" } else { "qk_output" };
-    addressable(of_scores, &p.scores_shape())
+}
+
+/// head_sink wins over smooth_softmax.
+fn sink(head_sink: bool, smooth_softmax: bool) -> Sink {
+    match (head_sink, smooth_softmax) {
+        (true, _) => Sink::PerHead,
+        (false, true) => Sink::Zero,
+        (false, false) => Sink::None,
+    }
 }

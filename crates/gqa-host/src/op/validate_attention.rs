@@ -1,13 +1,12 @@
 //! From ONNX Attention's attributes and inputs to a [`Problem`].
 
-use super::validate::{
-    Dim, MAX_HEAD_SIZE, MAX_HEADS, Pattern, addressable, both, check_rows, head_count, scale, shape,
-};
+use super::validate::{Dim, Pattern, both, head_count, scale};
 use super::{Attention, AttentionInputs};
 use crate::{
     Alignment, Bias, CacheBinding, DType, Error, Layout, Phase, Problem, ProblemFields, QkOutput,
     Result, Tensor, TensorDesc,
 };
+use gqa_plan::limits::{MAX_HEAD_SIZE, MAX_HEADS, addressable, check_rows, shape};
 
 /// softmax_precision: float32, float16, float64, bfloat16.
 const PRECISIONS: [i64; 4] = [1, 10, 11, 16];
@@ -39,7 +38,8 @@ impl Attention {
         let window = Window::of(self);
         let (phase, alignment) =
             sizes.alignment(past, cache, inputs.nonpad_kv_seqlen.is_some(), window.is_some());
-        let problem = Problem::new(ProblemFields {
+        sizes.check_rows(total, self.qk_matmul_output)?;
+        Problem::new(ProblemFields {
             v_dtype: inputs.v.dtype,
             batch: sizes.batch,
             q_heads: sizes.q_heads,
@@ -63,13 +63,7 @@ impl Attention {
             bias: sizes.mask(inputs, total, self.broadcast_columns)?,
             output_qk: self.output_qk(),
             ..ProblemFields::plain("Attention", inputs.q.dtype)
-        })?;
-        check_rows("Q", &[problem.batch, problem.q_heads, problem.q_len])?;
-        check_rows("K", &[problem.batch, problem.kv_heads, problem.capacity])?;
-        addressable("K", &problem.key_cache_shape(total))?;
-        addressable("V", &problem.value_cache_shape(total))?;
-        addressable("qk_matmul_output", &problem.scores_shape())?;
-        Ok(problem)
+        })
     }
 
     /// Attributes that mean something by themselves.
@@ -338,6 +332,17 @@ impl Sizes {
         }
         .check(value)?;
         Ok((key.shape[2], CacheBinding::Separate))
+    }
+
+    /// Errs where a tensor that the call makes, or its rows, cannot be counted.
+    fn check_rows(&self, total: usize, scores: bool) -> Result<()> {
+        let Self { batch, q_heads, kv_heads, q_len, .. } = *self;
+        check_rows("Q", &[batch, q_heads, q_len])?;
+        check_rows("K", &[batch, kv_heads, total])?;
+        addressable("K", &[batch, kv_heads, total, self.head_size])?;
+        addressable("V", &[batch, kv_heads, total, self.v_head_size])?;
+        let of_scores = if scores { "qk_matmul_output" } else { "K" };
+        addressable(of_scores, &[batch, q_heads, q_len, total])
     }
 
     fn check_lengths(&self, inputs: &AttentionShapes<'_>) -> Result<()> {

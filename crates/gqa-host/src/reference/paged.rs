@@ -89,6 +89,7 @@ impl<'a> Sequence<'a> {
         self.problem.derive(|call| ProblemFields {
             batch: 1,
             q_len: self.new,
+            new_len: call.new_len.min(self.new),
             total_len: self.places.len(),
             past_capacity: 0,
             capacity: self.places.len(),
@@ -108,8 +109,10 @@ impl<'a> Sequence<'a> {
         let alone = self.call()?.derive(|call| ProblemFields {
             computes: CallKind::Cache,
             cache: CacheBinding::Separate,
+            q_len: self.new,
             new_len: self.new,
             total_len: self.new,
+            past_capacity: 0,
             capacity: self.new,
             phase: Phase::FirstPrompt,
             rotary: p.rotary.map(|rotary| Rotary { explicit: Some(self.new), ..rotary }),

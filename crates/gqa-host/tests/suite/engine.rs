@@ -2,7 +2,7 @@
 
 use crate::step;
 use gqa_host::backend::{Backend, cpu::Cpu};
-use gqa_host::engine::{Dense, Heads, Layer, Paged, Rope};
+use gqa_host::engine::{Dense, External, Heads, Layer, Paged, Rope};
 use gqa_host::op::{GroupQueryAttention, Shapes};
 use gqa_host::plan::{DeviceInfo, PlanOptions, Planner};
 use gqa_host::reference::Reference;
@@ -185,19 +185,63 @@ fn senseless_numbers_are_refused_by_name() {
     let heads = |query, kv, size| Heads { query, kv, size };
     let step = Dense::decode(1, 4096);
     for (heads, call, names) in [
-        (heads(0, 8, 128), step, "num_heads: "),
-        (heads(32, 0, 128), step, "kv_num_heads: "),
-        (heads(30, 8, 128), step, "num_heads: "),
-        (heads(usize::MAX, 8, 128), step, "num_heads: "),
-        (HEADS, step.longest(5000), "total_sequence_length: "),
+        (heads(0, 8, 128), step, "heads.query: got 0; allowed: 1 to 65535"),
+        (heads(32, 0, 128), step, "heads.kv: got 0; allowed: 1 to 65535"),
+        (heads(30, 8, 128), step, "heads.kv: got 8; allowed: a divisor of heads.query = 30"),
+        (heads(32, 3, 128), step, "heads.kv: got 3; allowed: a divisor of heads.query = 32"),
+        (heads(usize::MAX, 8, 128), step, "heads.query: "),
+        (heads(32, 8, 0), step, "heads.size: got 0; allowed: a multiple of 8 from 8 to 65536"),
+        (heads(32, 8, 7), step, "heads.size: "),
+        (heads(32, 8, usize::MAX), step, "heads.size: "),
+        (
+            HEADS,
+            step.longest(5000),
+            "longest: got 5000; allowed: 1 to 4096, the capacity of the cache",
+        ),
+        (HEADS, Dense::chunk(1, 9, 64).longest(8), "longest: got 8; allowed: 9 to 64, "),
+        (HEADS, Dense::chunk(1, 65, 64), "capacity: got 64; allowed: 65 rows or more"),
         (HEADS, step.nothing_new().packed(), "query: "),
     ] {
         let error = refused(heads, call);
         assert!(error.starts_with(names), "{error}");
     }
-    for size in [0, 7, 1 << 17, usize::MAX] {
-        assert!(refused(heads(32, 8, size), step).contains(": got "), "{size}");
+    let three = Layer::new(DType::F32, heads(32, 3, 64));
+    for error in [
+        three.paged(Paged::decode(1, [8, 16, 8])).unwrap_err(),
+        three.external(External::new(1, 1, 8)).unwrap_err(),
+    ] {
+        assert!(error.to_string().starts_with("heads.kv: got 3; "), "{error}");
     }
+    let window = layer().window(0).dense(step).unwrap_err().to_string();
+    assert_eq!(window, "window: got 0; allowed: 1 or more keys, the query's own included");
     let error = layer().sink(Sink::Zero).paged(Paged::decode(1, [8, 16, 8])).unwrap_err();
     assert!(error.to_string().starts_with("sink: got Sink::Zero"), "{error}");
+}
+
+#[test]
+fn bounds_of_paged_calls_that_contradict_each_other_are_refused() {
+    // 12 new tokens of 4 sequences of up to 8 blocks of 16 rows.
+    let call = Paged::new(4, 12, [100, 16, 8]);
+    for (call, want) in [
+        (call.most_tokens(50), "most_tokens: got 50; allowed: up to 12, the tokens of the call"),
+        (call.longest(129), "longest: got 129; allowed: up to 128, the rows of 8 blocks of 16"),
+        (
+            call.most_tokens(9).longest(8),
+            "most_tokens: got 9; allowed: up to 8, the longest sequence after the call",
+        ),
+    ] {
+        assert_eq!(layer().paged(call).unwrap_err().to_string(), want);
+    }
+    for call in [
+        // Bounds that are not said, or as large as they can be.
+        call.most_tokens(12).longest(128),
+        call.most_tokens(0).longest(0),
+        // A sequence of a cache that has the tokens already may have fewer keys than tokens.
+        call.most_tokens(9).longest(8).appended(),
+        // Tokens that belong to no sequence, and sequences without new tokens.
+        call.most_tokens(1),
+        Paged::new(20, 12, [100, 16, 8]),
+    ] {
+        layer().paged(call).unwrap();
+    }
 }

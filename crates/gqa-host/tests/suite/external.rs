@@ -148,8 +148,9 @@ fn what_keys_in_place_cannot_have_is_refused() {
     for (layer, named) in [
         (layer.clone().rope(Rope::new(16, 8)), "rope"),
         (layer.qk_norm(1e-6), "qk_norm"),
-        (Layer::new(DType::F64, HEADS), "query"),
-        (Layer::new(DType::F32, Heads { query: 3, ..HEADS }), "Q"),
+        (Layer::new(DType::F64, HEADS), "dtype"),
+        (Layer::new(DType::F32, Heads { query: 3, ..HEADS }), "heads.kv"),
+        (Layer::new(DType::F32, Heads { size: 0, ..HEADS }), "heads.size: got 0; allowed: 1 to "),
     ] {
         let error = layer.external(call).unwrap_err().to_string();
         assert!(error.starts_with(named), "{error}");

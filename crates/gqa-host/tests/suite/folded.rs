@@ -103,7 +103,7 @@ fn planned(layer: &Layer, call: Dense) -> Result<Plan> {
 }
 
 fn constants(plan: &Plan, fold: Fold) -> Vec<Constants> {
-    plan.launches().iter().map(|launch| launch.constants(fold)).collect()
+    plan.launches().iter().map(|launch| gqa_host::driver::constants(launch, fold)).collect()
 }
 
 fn layer(window: Option<usize>) -> Layer {
@@ -134,7 +134,10 @@ fn calls_of_a_layer_share_their_constants_and_other_layers_do_not() {
 fn constants_are_null_pointers_and_bytes_of_the_parameters() {
     let plan = planned(&layer(None), Dense::decode(1, 4096)).unwrap();
     for launch in plan.launches() {
-        let (layer, call) = (launch.constants(Fold::Layer), launch.constants(Fold::Call));
+        let (layer, call) = (
+            gqa_host::driver::constants(launch, Fold::Layer),
+            gqa_host::driver::constants(launch, Fold::Call),
+        );
         let call: Vec<_> = call.bytes().collect();
         assert!(layer.bytes().count() < call.len() && layer.bytes().all(|b| call.contains(&b)));
         for (parameter, offset, byte) in call {
@@ -170,7 +173,8 @@ fn folded_kernels() -> BTreeSet<(&'static str, &'static str, String)> {
         let device = DeviceInfo::known(name).unwrap();
         let plan = plan(problem, &device, &PlanOptions::default()).unwrap();
         for launch in plan.launches().iter().filter(|launch| launch.entry().hot) {
-            let (entry, constants) = (launch.entry().name, launch.constants(Fold::Layer));
+            let (entry, constants) =
+                (launch.entry().name, gqa_host::driver::constants(launch, Fold::Layer));
             if constants.is_empty() {
                 continue;
             }

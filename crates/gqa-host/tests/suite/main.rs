@@ -17,6 +17,7 @@ mod quantized_output;
 mod reference;
 #[cfg(feature = "sim")]
 mod row_scales;
+#[cfg(feature = "sim")]
 mod rows;
 #[cfg(feature = "sim")]
 mod sim_backend;

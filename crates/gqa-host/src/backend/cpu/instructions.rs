@@ -10,7 +10,7 @@ pub struct Instructions(pub(super) gqa_cpu::Instructions);
 
 impl Instructions {
     /// Names the variable that [`Instructions::from_env`] reads.
-    pub const VARIABLE: &str = "GQA_CPU_INSTRUCTIONS";
+    pub const VARIABLE: &str = gqa_plan::plan::environment::CPU;
 
     /// All that this processor has, the widest first, and `scalar`, which is none of them.
     pub fn all() -> Vec<Self> {

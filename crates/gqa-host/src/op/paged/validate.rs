@@ -2,14 +2,12 @@
 
 use super::quantization::quantization;
 use super::{PagedAttention, PagedShapes};
-use crate::op::validate::{
-    Dim, MAX_HEAD_SIZE, Pattern, addressable, both, check_factors, check_row_scales, check_rows,
-    head_count, scale, shape,
-};
+use crate::op::validate::{Dim, Pattern, both, check_factors, check_row_scales, head_count, scale};
 use crate::{
     CacheBinding, DType, Error, Pages, Phase, Problem, ProblemFields, QkNorm, Quantization, Result,
     Rotary, Sink, TensorDesc,
 };
+use gqa_plan::limits::{MAX_HEAD_SIZE, addressable, check_rows, shape};
 
 /// What the tensors' shapes fix.
 struct Sizes {
@@ -37,7 +35,8 @@ impl PagedAttention {
         let bound = |bound: usize, most: usize| if bound == 0 { most } else { bound.min(most) };
         let q_len = bound(inputs.bounds.query_rows, sizes.tokens);
         let total_len = bound(inputs.bounds.keys, rows).max(1);
-        let problem = Problem::new(ProblemFields {
+        sizes.check_rows(pages, q_len, total_len)?;
+        Problem::new(ProblemFields {
             batch: sizes.batch,
             q_heads: sizes.heads,
             kv_heads: sizes.kv_heads,
@@ -62,13 +61,7 @@ impl PagedAttention {
             sink: if sizes.head_sink(inputs)? { Sink::PerHead } else { Sink::None },
             lse: self.lse,
             ..ProblemFields::plain("PagedAttention", sizes.dtype)
-        })?;
-        // Row tiles of all sequences, of each of which the last may be begun.
-        check_rows("query", &[sizes.tokens + problem.batch, problem.q_heads])?;
-        check_rows("query", &[problem.batch, problem.q_heads, problem.q_len])?;
-        check_rows("block_table", &[problem.batch, pages.per_sequence])?;
-        check_rows("block_table", &[problem.batch, problem.kv_heads, problem.capacity])?;
-        Ok(problem)
+        })
     }
 
     fn check_numbers(&self) -> Result<()> {
@@ -160,6 +153,15 @@ impl PagedAttention {
 }
 
 impl Sizes {
+    /// Errs where rows cannot be counted.
+    fn check_rows(&self, pages: Pages, q_len: usize, total_len: usize) -> Result<()> {
+        // Row tiles of all sequences, the last of each only begun.
+        check_rows("query", &[self.tokens + self.batch, self.heads])?;
+        check_rows("query", &[self.batch, self.heads, q_len])?;
+        check_rows("block_table", &[self.batch, pages.per_sequence])?;
+        check_rows("block_table", &[self.batch, self.kv_heads, total_len])
+    }
+
     fn check(&self, argument: &'static str, got: TensorDesc<'_>, dims: &[Dim]) -> Result<()> {
         Pattern { argument, dtype: self.dtype, why: ", the type of query", dims }.check(got)
     }

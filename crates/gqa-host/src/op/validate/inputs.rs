@@ -1,12 +1,10 @@
 //! What the inputs' types and shapes say about a call, and whether they agree.
 
-use super::pattern::{Dim, Pattern, addressable, shape};
+use super::pattern::{Dim, Pattern};
 use super::quantization::check_row_scales;
 use crate::op::Shapes;
 use crate::{Bias, CacheBinding, DType, Error, Layout, QkNorm, Quantization, Result, TensorDesc};
-
-/// Head sizes go up to this: heads are counted in 32 bits, with room for rounding up.
-pub(in crate::op) const MAX_HEAD_SIZE: usize = 1 << 16;
+use gqa_plan::limits::{MAX_HEAD_SIZE, addressable, shape};
 
 /// Head counts.
 #[derive(Clone, Copy)]
@@ -30,6 +28,11 @@ pub(super) struct Query {
 }
 
 impl Query {
+    /// N
+    pub(super) fn heads(&self) -> usize {
+        self.heads.query
+    }
+
     /// Nk
     pub(super) fn kv_heads(&self) -> usize {
         self.heads.kv

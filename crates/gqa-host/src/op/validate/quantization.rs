@@ -1,11 +1,12 @@
 //! What attributes, cache and scales say about quantized values, and whether they agree.
 
 use super::inputs::Query;
-use super::pattern::{Dim, Pattern, shape};
+use super::pattern::{Dim, Pattern};
 use crate::op::{GroupQueryAttention, QuantType, Shapes};
 use crate::{
     CacheBinding, DType, Error, QuantFormat, Quantization, Result, Scales, Tensor, TensorDesc,
 };
+use gqa_plan::limits::shape;
 
 /// How the call's cache is quantized, if it is.
 pub(super) fn quantization(

@@ -1,9 +1,9 @@
 //! What a rolling KV cache asks of a call.
 
 use super::Rows;
-use super::pattern::shape;
 use crate::op::{GroupQueryAttention, Shapes};
 use crate::{Error, Problem, Quantization, Result};
+use gqa_plan::limits::shape;
 
 impl GroupQueryAttention {
     /// Errs unless sliding_window_cache, where it is on, agrees with the attributes and inputs.

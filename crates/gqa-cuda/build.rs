@@ -1,0 +1,38 @@
+//! Embeds the shipped PTX: a table row for each module of `ptx/manifest.json`, with the files of
+//! its kernels. A file that is missing, or is another than the list says, ends the build.
+
+use gqa_ptx::{Manifest, Module};
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::{env, fs};
+
+type Result<T, E = Box<dyn std::error::Error>> = std::result::Result<T, E>;
+
+fn main() -> Result<()> {
+    println!("cargo::rerun-if-changed=ptx");
+    let folder = PathBuf::from(env::var("CARGO_MANIFEST_DIR")?).join("ptx");
+    let modules = Manifest::read(&folder.join("manifest.json"))?.modules;
+    if modules.is_empty() {
+        return Err(format!("{} lists no PTX: run `cargo xtask ptx`", folder.display()).into());
+    }
+    let rows = modules.iter().map(|module| row(&folder, module)).collect::<Result<String>>()?;
+    let table = format!("static SHIPPED: &[Shipped] = &[\n{rows}];\n");
+    fs::write(PathBuf::from(env::var("OUT_DIR")?).join("ptx.rs"), table)?;
+    Ok(())
+}
+
+fn row(folder: &Path, module: &Module) -> Result<String> {
+    let mut files: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
+    for kernel in &module.kernels {
+        kernel.read(folder)?;
+        files.entry(&kernel.file).or_default().push(&kernel.name);
+    }
+    let files = files.iter().map(|(file, kernels)| {
+        format!("        (&{kernels:?}, include_bytes!({:?})),\n", folder.join(file))
+    });
+    let files = files.collect::<String>();
+    let Module { family, arch, ptx, .. } = module;
+    Ok(format!(
+        "    Shipped {{ family: {family:?}, arch: {arch:?}, ptx_version: {ptx:?}, files: &[\n{files}    ] }},\n"
+    ))
+}

@@ -1,0 +1,122 @@
+//! What is checked of a call before its first launch.
+
+use super::overlap;
+use super::raw;
+use super::stream::Stream;
+use super::views::{self, DeviceView, Views, Workspace};
+use gqa_plan::contents;
+use gqa_plan::plan::environment::CHECK;
+use gqa_plan::plan::{Plan, TensorId, Tensors};
+use gqa_plan::{Problem, ProblemFields};
+use gqa_tensor::{DType, Error, Result, Tensor, TensorView};
+
+/// Tensors that lead into others, as far as a call has them.
+const INDICES: [TensorId; 6] = [
+    TensorId::SeqlensK,
+    TensorId::WriteIndices,
+    TensorId::CumulativeSequenceLength,
+    TensorId::BlockTable,
+    TensorId::SlotMapping,
+    TensorId::PositionIds,
+];
+
+/// Whether `GQA_CHECK` asks for [`contents`].
+///
+/// # Errors
+/// Where it is neither 0 nor 1.
+pub(super) fn is_on() -> Result<bool> {
+    let refused = |got: &str| Error::Switch { name: CHECK, got: got.into(), allowed: "0 or 1" };
+    match std::env::var_os(CHECK).map(|value| value.to_string_lossy().trim().to_owned()).as_deref()
+    {
+        None | Some("0") => Ok(false),
+        Some("1") => Ok(true),
+        Some(got) => Err(refused(got)),
+    }
+}
+
+/// Errs unless tensors and scratch memory are what the plan wants, and, where `contents` are to be
+/// checked, hold what they may. Nothing is launched before.
+///
+/// # Safety
+/// With `contents`, tensors and workspace are device memory of their stated sizes.
+pub(super) unsafe fn call(
+    plan: &Plan,
+    tensors: &Views<'_>,
+    workspace: Workspace,
+    stream: &Stream,
+    contents: bool,
+) -> Result<()> {
+    views::check(tensors, plan)?;
+    workspace.check(plan)?;
+    overlap::check(plan, tensors, workspace)?;
+    // SAFETY: the caller's.
+    if contents { unsafe { self::contents(plan, tensors, workspace, stream) } } else { Ok(()) }
+}
+
+/// Waits for the stream, and errs unless counters are zero, and lengths, positions and blocks lead
+/// into the tensors that they index.
+///
+/// # Safety
+/// As of [`call`].
+unsafe fn contents(
+    plan: &Plan,
+    tensors: &Views<'_>,
+    workspace: Workspace,
+    stream: &Stream,
+) -> Result<()> {
+    // SAFETY: the stream lives.
+    if stream.with(|| unsafe { raw::stream::is_captured(stream.raw()) })? {
+        let allowed = "0 while a graph is captured, as contents change between its replays";
+        return Err(Error::Switch { name: CHECK, got: "1".into(), allowed });
+    }
+    let counters = [plan.counters()];
+    let counters = DeviceView::new(workspace.counters, DType::I32, &counters);
+    // SAFETY: the caller's.
+    zero(&unsafe { counters.download(stream) }?)?;
+    let given = INDICES.into_iter().filter(|id| plan.tensors().iter().any(|(have, _)| have == id));
+    let given = given.filter_map(|id| Some((id, tensors.get(id)?)));
+    // SAFETY: the caller's.
+    let read = given.map(|(id, view)| Ok((id, unsafe { view.download(stream) }?)));
+    let read: Tensors<Tensor> = read.collect::<Result<_>>()?;
+    let views = read.iter().map(|(id, tensor)| (id, tensor.view())).collect();
+    let (problem, views) = without_padding(plan.problem(), views)?;
+    contents::check_on_device(&problem, &views)
+}
+
+/// Errs unless counters are as each call leaves them.
+fn zero(counters: &Tensor) -> Result<()> {
+    let TensorView::I32(counts) = counters.view() else { return Ok(()) };
+    let Some(i) = counts.iter().position(|&count| count != 0) else { return Ok(()) };
+    let got = format!("{} in counter {i} of {}", counts[i], counts.len());
+    let allowed = "0, as every call leaves them: another call has them now, a kernel failed, or \
+                   something else wrote there";
+    Err(Error::invalid("workspace.counters", got, allowed))
+}
+
+/// The call without rows behind the last sequence's tokens, which belong to no sequence.
+fn without_padding<'a>(
+    problem: &Problem,
+    views: Tensors<TensorView<'a>>,
+) -> Result<(Problem, Tensors<TensorView<'a>>)> {
+    let (Some(pages), Some(TensorView::I32(starts))) =
+        (problem.pages, views.get(TensorId::CumulativeSequenceLength))
+    else {
+        return Ok((problem.clone(), views));
+    };
+    let tokens = starts.last().and_then(|&end| usize::try_from(end).ok());
+    let Some(tokens) = tokens.filter(|&tokens| tokens <= pages.tokens) else {
+        return Ok((problem.clone(), views));
+    };
+    let slots = views.get(TensorId::SlotMapping).map(|slots| match *slots {
+        TensorView::I32(slots) => TensorView::I32(&slots[..tokens]),
+        other => other,
+    });
+    let pages = gqa_plan::Pages { tokens, ..pages };
+    let problem = problem.derive(|call| ProblemFields {
+        pages: Some(pages),
+        q_len: call.q_len.min(tokens),
+        new_len: call.new_len.min(tokens),
+        ..call
+    })?;
+    Ok((problem, views.with(TensorId::SlotMapping, slots)))
+}

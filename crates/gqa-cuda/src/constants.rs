@@ -1,0 +1,28 @@
+//! What is constant in the text of a launch's kernel.
+
+use gqa_kernels::registry::Family;
+use gqa_plan::plan::{Arg, Fold, Launch};
+use gqa_ptx::Constants;
+
+/// The bytes of the kernel's parameters that are the same in every launch that shares them.
+pub fn constants(launch: &Launch, fold: Fold) -> Constants {
+    let mut constants = Constants::default();
+    // With them ptxas spills for SM 80 at head sizes 128 and 256. Not timed there.
+    let is_worse = matches!(launch.entry().family, Family::Tiled | Family::TiledPaged);
+    let words = match fold {
+        Fold::Off => return constants,
+        Fold::Layer if is_worse => return constants,
+        Fold::Layer => launch.entry().layer_words,
+        Fold::Call => u128::MAX,
+    };
+    let args = launch.args();
+    for (number, _) in args.iter().enumerate().filter(|(_, arg)| **arg == Arg::Null) {
+        constants.insert(number, 0, &[0; 8]);
+    }
+    for (word, bytes) in launch.params().chunks(4).enumerate() {
+        if words >> word & 1 == 1 {
+            constants.insert(args.len(), 4 * word, bytes);
+        }
+    }
+    constants
+}

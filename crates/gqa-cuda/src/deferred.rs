@@ -1,0 +1,108 @@
+//! Kernels whose constants are folded in the background, once they are launched often.
+
+use super::device::Device;
+use super::modules::Kernel;
+use gqa_kernels::registry::Entry;
+use gqa_ptx::Constants;
+use gqa_tensor::Result;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Condvar, Mutex, Once, OnceLock, PoisonError};
+use std::thread;
+
+/// A program that calls so often with the same constants will call again.
+const LAUNCHES: u32 = 16;
+
+/// A kernel with constants that takes over when it is compiled.
+pub(super) struct Deferred {
+    entry: &'static Entry,
+    sm: u32,
+    constants: Constants,
+    launches: AtomicU32,
+    kernel: OnceLock<Kernel>,
+}
+
+impl Deferred {
+    pub(super) fn new(entry: &'static Entry, sm: u32, constants: Constants) -> Self {
+        Self { entry, sm, constants, launches: AtomicU32::new(0), kernel: OnceLock::new() }
+    }
+
+    /// The kernel, if it is compiled.
+    pub(super) fn kernel(&self) -> Option<Kernel> {
+        self.kernel.get().copied()
+    }
+
+    /// Counts a launch, and gives the kernel if it is compiled. The last launch that is counted
+    /// starts the thread that compiles it.
+    pub(super) fn launched(self: &Arc<Self>, device: &Device) -> Option<Kernel> {
+        if let Some(kernel) = self.kernel() {
+            return Some(kernel);
+        }
+        if self.launches.load(Ordering::Relaxed) < LAUNCHES
+            && self.launches.fetch_add(1, Ordering::Relaxed) + 1 == LAUNCHES
+        {
+            let (deferred, device) = (Arc::clone(self), device.clone());
+            Work::start(move || deferred.compile(&device));
+        }
+        None
+    }
+
+    fn compile(&self, device: &Device) {
+        let compiled = || -> Result<_> {
+            let _entered = device.enter()?;
+            Ok(device.modules().kernel(self.entry, self.sm, &self.constants)?)
+        };
+        match compiled() {
+            Ok((kernel, true)) => _ = self.kernel.set(kernel),
+            // The general kernel goes on, and the log says why.
+            Ok((_, false)) => {}
+            Err(error) => tracing::warn!(entry = self.entry.name, %error, "not folded"),
+        }
+    }
+}
+
+/// Threads that compile. The process waits for them at its exit, because the driver, which is
+/// unloaded then, must not be compiling.
+struct Work {
+    threads: Mutex<usize>,
+    ended: Condvar,
+    /// The process whose threads they are: a forked child has this memory, and no such thread.
+    process: AtomicU32,
+}
+
+static WORK: Work =
+    Work { threads: Mutex::new(0), ended: Condvar::new(), process: AtomicU32::new(0) };
+
+impl Work {
+    /// Runs `work` in a thread of its own; where there can be none, not at all.
+    fn start(work: impl FnOnce() + Send + 'static) {
+        static AT_EXIT: Once = Once::new();
+        // SAFETY: the function takes nothing, unwinds never, and lives as long as the process.
+        AT_EXIT.call_once(|| _ = unsafe { libc::atexit(wait_at_exit) });
+        WORK.process.store(std::process::id(), Ordering::Release);
+        WORK.count(1);
+        let run = move || {
+            work();
+            WORK.count(-1);
+        };
+        if let Err(error) = thread::Builder::new().name("gqa-fold".to_owned()).spawn(run) {
+            tracing::warn!(%error, "no thread to fold constants");
+            WORK.count(-1);
+        }
+    }
+
+    fn count(&self, change: isize) {
+        let mut threads = self.threads.lock().unwrap_or_else(PoisonError::into_inner);
+        *threads = threads.saturating_add_signed(change);
+        self.ended.notify_all();
+    }
+}
+
+/// Waits for the threads of this process. The child of a fork has none, and a lock that one of them
+/// held stays locked there.
+extern "C" fn wait_at_exit() {
+    if WORK.process.load(Ordering::Acquire) != std::process::id() {
+        return;
+    }
+    let threads = WORK.threads.lock().unwrap_or_else(PoisonError::into_inner);
+    drop(WORK.ended.wait_while(threads, |threads| *threads > 0));
+}

@@ -1,0 +1,350 @@
+//! The PTX that is shipped inside this library, and its modules once a GPU has compiled them.
+
+use super::deferred::Deferred;
+use super::error::{Code, CudaVersion, DriverError};
+use super::raw::{self, Failure, report};
+use super::sys::{RawFunction, RawModule};
+use gqa_kernels::registry::{self, Entry};
+use gqa_plan::plan::Capability;
+use gqa_ptx::Constants;
+use std::cmp::Reverse;
+use std::collections::{HashMap, HashSet};
+use std::ffi::CString;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// One PTX module as it is shipped.
+#[derive(Debug)]
+pub struct Shipped {
+    /// Kernels it holds.
+    pub family: &'static str,
+    /// Target, such as `sm_80`; with an `a` it runs on that architecture only.
+    pub arch: &'static str,
+    /// PTX version, such as `8.0`.
+    pub ptx_version: &'static str,
+    /// Names of kernels, and PTX with those alone as `gqa_ptx::pack` makes it.
+    files: &'static [(&'static [&'static str], &'static [u8])],
+}
+
+include!(concat!(env!("OUT_DIR"), "/ptx.rs"));
+
+/// The PTX modules inside this library.
+pub fn shipped() -> &'static [Shipped] {
+    SHIPPED
+}
+
+impl Shipped {
+    /// Name of the module.
+    pub fn name(&self) -> String {
+        format!("{}.{}", self.family, self.arch)
+    }
+
+    /// Whether a device of that compute capability runs it.
+    pub fn runs_on(&self, sm: u32) -> bool {
+        registry::runs_on(self.arch, sm)
+    }
+
+    /// Names of its kernels.
+    pub fn kernels(&self) -> impl Iterator<Item = &'static str> {
+        self.files.iter().flat_map(|(names, _)| *names).copied()
+    }
+
+    /// The PTX of a kernel; `None` where it is of another module. A driver compiles all that it is
+    /// given, so the text holds that kernel alone.
+    ///
+    /// # Errors
+    ///
+    /// None, unless this program was damaged after it was built.
+    pub fn ptx(&self, kernel: &str) -> std::io::Result<Option<String>> {
+        let Some((_, packed)) = self.files.iter().find(|(names, _)| names.contains(&kernel)) else {
+            return Ok(None);
+        };
+        Ok(gqa_ptx::alone(&gqa_ptx::unpack(packed)?, kernel))
+    }
+
+    /// First CUDA version whose driver compiles it.
+    pub fn needs(&self) -> CudaVersion {
+        let (major, minor) = self.ptx_version.split_once('.').unwrap_or((self.ptx_version, "0"));
+        let number = |text: &str| text.parse::<u32>().unwrap_or(u32::MAX / 100);
+        CudaVersion::for_ptx(number(major) * 10 + number(minor).min(9))
+    }
+
+    /// The best module for an entry on a device, among those that its driver compiles.
+    fn find(
+        entry: &'static Entry,
+        sm: u32,
+        driver: CudaVersion,
+    ) -> Result<&'static Self, DriverError> {
+        let holds =
+            |module: &&Self| module.runs_on(sm) && module.kernels().any(|name| name == entry.name);
+        let mut modules: Vec<_> = SHIPPED.iter().filter(holds).collect();
+        modules.sort_by_key(|module| Reverse(registry::number(module.arch)));
+        // What is compiled for GPUs without clusters takes each block of one for a cluster.
+        if entry.max_cluster > 1 {
+            modules.truncate(1);
+        }
+        let best = modules.iter().find(|module| module.needs() <= driver);
+        best.copied().ok_or_else(|| match modules.iter().min_by_key(|module| module.needs()) {
+            Some(module) => DriverError::DriverTooOld {
+                have: driver,
+                need: module.needs(),
+                module: module.name(),
+            },
+            None => DriverError::MissingKernel { entry: entry.name, sm },
+        })
+    }
+}
+
+/// A kernel on a device; valid as long as the device's [`Modules`].
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Kernel {
+    module: RawModule,
+    pub(super) function: RawFunction,
+}
+
+// SAFETY: the driver takes handles from any thread.
+unsafe impl Send for Kernel {}
+// SAFETY: as above; the handles are only read.
+unsafe impl Sync for Kernel {}
+
+/// A kernel's place. Its own lock is held while the kernel is compiled, so that threads wait only
+/// for a kernel that they want themselves.
+type Place = Arc<Mutex<Option<Kernel>>>;
+
+/// A module: the entry's name, the module's target, and what is constant in its text.
+type Key = (&'static str, &'static str, Constants);
+
+/// The most modules with constants that a device has: a layer takes one for each of its kernels.
+/// They stay loaded, because a captured graph may launch them as long as the device exists.
+const MOST_FOLDED: usize = 256;
+
+/// What a device has loaded: a module for each kernel, and for each set of its constants.
+pub(super) struct Modules {
+    version: CudaVersion,
+    places: Mutex<HashMap<Key, Place>>,
+    deferred: Mutex<HashMap<Key, Arc<Deferred>>>,
+    /// Folded texts that the driver did not take.
+    refused: Mutex<HashSet<Key>>,
+}
+
+impl Modules {
+    pub(super) fn new(version: CudaVersion) -> Self {
+        let (places, deferred, refused) = Default::default();
+        Self { version, places, deferred, refused }
+    }
+
+    /// The kernel as GPUs of compute capability `sm`, times ten, get it, which is the device's or
+    /// an older one; compiled and loaded if it is asked for the first time. Also whether it has
+    /// `constants` in its text: not where the device has the most such modules, or where the driver
+    /// does not assemble that text. The device's context must be entered.
+    pub(super) fn kernel(
+        &self,
+        entry: &'static Entry,
+        sm: u32,
+        constants: &Constants,
+    ) -> Result<(Kernel, bool), DriverError> {
+        let shipped = Shipped::find(entry, sm, self.version)?;
+        if let Some(place) = self.place_of_folded((entry.name, shipped.arch), constants) {
+            match self.loaded(&place, entry, sm, shipped, constants) {
+                Ok(kernel) => return Ok((kernel, true)),
+                Err(error) => {
+                    tracing::warn!(entry = entry.name, %error, "folded PTX is not used");
+                    lock(&self.refused).insert((entry.name, shipped.arch, constants.clone()));
+                }
+            }
+        }
+        let general = Constants::default();
+        let key = (entry.name, shipped.arch, general.clone());
+        let place = lock(&self.places).entry(key).or_default().clone();
+        Ok((self.loaded(&place, entry, sm, shipped, &general)?, false))
+    }
+
+    /// The place of a kernel with constants; `None` where it has none, or where there is no room.
+    fn place_of_folded(
+        &self,
+        (entry, arch): (&'static str, &'static str),
+        constants: &Constants,
+    ) -> Option<Place> {
+        let key = (entry, arch, constants.clone());
+        if constants.is_empty() || lock(&self.refused).contains(&key) {
+            return None;
+        }
+        let mut places = lock(&self.places);
+        let folded = places.keys().filter(|(.., constants)| !constants.is_empty()).count();
+        let is_there = places.contains_key(&key);
+        (is_there || folded < MOST_FOLDED).then(|| places.entry(key).or_default().clone())
+    }
+
+    /// The kernel that is folded once it was launched often enough, one for all plans that share
+    /// its constants.
+    pub(super) fn deferred(
+        &self,
+        entry: &'static Entry,
+        sm: u32,
+        constants: Constants,
+    ) -> Result<Arc<Deferred>, DriverError> {
+        let key = (entry.name, Shipped::find(entry, sm, self.version)?.arch, constants);
+        let mut all = lock(&self.deferred);
+        if all.len() >= MOST_FOLDED {
+            // Plans that are loaded keep theirs.
+            all.retain(|_, deferred| Arc::strong_count(deferred) > 1);
+        }
+        let make = |key: &Key| Arc::new(Deferred::new(entry, sm, key.2.clone()));
+        Ok(Arc::clone(all.entry(key).or_insert_with_key(make)))
+    }
+
+    fn loaded(
+        &self,
+        place: &Place,
+        entry: &'static Entry,
+        sm: u32,
+        shipped: &Shipped,
+        constants: &Constants,
+    ) -> Result<Kernel, DriverError> {
+        let mut place = lock(place);
+        match *place {
+            Some(kernel) => Ok(kernel),
+            None => Ok(*place.insert(self.load(entry, sm, shipped, constants)?)),
+        }
+    }
+
+    fn load(
+        &self,
+        entry: &'static Entry,
+        sm: u32,
+        shipped: &Shipped,
+        constants: &Constants,
+    ) -> Result<Kernel, DriverError> {
+        let started = std::time::Instant::now();
+        let missing = || DriverError::MissingKernel { entry: entry.name, sm };
+        let name = CString::new(entry.name).map_err(|_| missing())?;
+        let module = load(shipped, entry.name, constants, self.version)?.ok_or_else(missing)?;
+        let cluster = if Capability::Clusters.is_of(sm) { entry.max_cluster } else { 1 };
+        // SAFETY: the module was just loaded.
+        let function = unsafe { raw::module::function(module, &name, entry.shared_bytes, cluster) };
+        let function = function.inspect_err(|_| unload(module))?;
+        let seconds = started.elapsed().as_secs_f64();
+        let folded = !constants.is_empty();
+        tracing::debug!(
+            entry = entry.name,
+            module = shipped.name(),
+            folded,
+            seconds,
+            "compiled PTX"
+        );
+        Ok(Kernel { module, function })
+    }
+
+    /// Forgets everything. The device's context must be entered.
+    pub(super) fn unload(&self) {
+        for (_, place) in lock(&self.places).drain() {
+            lock(&place).take().into_iter().for_each(|kernel| unload(kernel.module));
+        }
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Unloads a module whose function is not used again.
+fn unload(module: RawModule) {
+    // SAFETY: made by `load`; its function is forgotten.
+    report(unsafe { raw::module::unload(module) });
+}
+
+/// A module of that entry alone, with constants in its text; `None` where the shipped text lacks
+/// the entry.
+fn load(
+    shipped: &Shipped,
+    entry: &str,
+    constants: &Constants,
+    version: CudaVersion,
+) -> Result<Option<RawModule>, DriverError> {
+    let rejected = |code, log| DriverError::PtxRejected { module: shipped.name(), code, log };
+    let unreadable =
+        |error: &dyn std::fmt::Display| rejected(Code::INVALID_IMAGE, error.to_string());
+    let Some(text) = shipped.ptx(entry).map_err(|error| unreadable(&error))? else {
+        return Ok(None);
+    };
+    let text = match constants.is_empty() {
+        true => text,
+        false => gqa_ptx::fold(&text, entry, constants),
+    };
+    let text = CString::new(text).map_err(|error| unreadable(&error))?;
+    raw::module::load(&text).map(Some).map_err(|(Failure { code, .. }, log)| match code {
+        Code::UNSUPPORTED_PTX_VERSION => DriverError::DriverTooOld {
+            have: version,
+            need: shipped.needs(),
+            module: shipped.name(),
+        },
+        _ => rejected(code, log),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn module(arch: &'static str) -> Shipped {
+        Shipped { family: "tiled", arch, ptx_version: "8.0", files: &[] }
+    }
+
+    #[test]
+    fn architecture_specific_modules_run_on_that_architecture_only() {
+        let runs = |arch, sms: [u32; 5]| sms.map(|sm| module(arch).runs_on(sm));
+        let sms = [70, 80, 90, 100, 120];
+        assert_eq!(runs("sm_70", sms), [true; 5]);
+        assert_eq!(runs("sm_80", sms), [false, true, true, true, true]);
+        assert_eq!(runs("sm_90a", sms), [false, false, true, false, false]);
+        assert!(registry::number("sm_90a") > registry::number("sm_80"));
+        assert!(registry::number("sm_90a") > registry::number("sm_90"));
+    }
+
+    #[test]
+    fn kernels_with_clusters_are_not_replaced_by_those_without() {
+        let find = |name, sm, version| {
+            Shipped::find(registry::find(name).unwrap(), sm, CudaVersion::for_ptx(version))
+        };
+        let arch = |name, sm, version| find(name, sm, version).unwrap().arch;
+        let step = "gqa_decode_f16_d128_r8";
+        assert_eq!([arch(step, 80, 70), arch(step, 90, 81)], ["sm_80", "sm_90"]);
+        assert!(matches!(find(step, 90, 80), Err(DriverError::DriverTooOld { .. })));
+        assert!(matches!(find(step, 75, 81), Err(DriverError::MissingKernel { .. })));
+        let prompt = "gqa_tiled_f16_d128";
+        assert_eq!([arch(prompt, 90, 80), arch(prompt, 90, 70)], ["sm_90a", "sm_80"]);
+    }
+
+    #[test]
+    fn a_module_names_the_driver_that_it_needs() {
+        assert_eq!(module("sm_90a").needs().to_string(), "12.0");
+    }
+
+    #[test]
+    fn shipped_modules_hold_the_kernels_they_name() {
+        for module in shipped() {
+            assert!(module.kernels().next().is_some(), "{}", module.name());
+            for (kernels, packed) in module.files {
+                let file = gqa_ptx::unpack(packed).unwrap();
+                assert_eq!(file.matches(".entry ").count(), kernels.len(), "{kernels:?}");
+                for kernel in *kernels {
+                    let text = gqa_ptx::alone(&file, kernel).unwrap();
+                    assert!(text.contains(&format!(".visible .entry {kernel}(")), "{kernel}");
+                    assert_eq!(text.matches(".entry ").count(), 1, "{kernel}");
+                    assert!(text.starts_with(".version ") && text.ends_with("}\n"), "{kernel}");
+                    assert!(text.contains(&format!("\n.target {}\n", module.arch)), "{kernel}");
+                }
+            }
+            let first = module.kernels().next().unwrap();
+            assert!(module.ptx(first).unwrap().unwrap().contains(first));
+            assert_eq!(module.ptx("gqa").unwrap(), None);
+        }
+    }
+
+    #[test]
+    fn every_kernel_is_shipped() {
+        let shipped: std::collections::HashSet<_> =
+            shipped().iter().flat_map(Shipped::kernels).collect();
+        let missing = gqa_kernels::registry::entries().find(|entry| !shipped.contains(entry.name));
+        assert!(missing.is_none(), "{missing:?}");
+    }
+}

@@ -1,0 +1,111 @@
+//! The tensors and the scratch memory of a call, where they belong to the caller.
+
+use gqa_plan::RowStrides;
+use gqa_plan::plan::{Plan, TensorId, TensorSpec, Tensors};
+use gqa_tensor::{DType, Error, Result};
+
+/// A tensor in device memory, 16-byte aligned.
+#[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
+pub struct DeviceView<'a> {
+    /// `CUdeviceptr` of the first element.
+    pub pointer: u64,
+    /// Element type.
+    pub dtype: DType,
+    /// Dimensions.
+    pub shape: &'a [usize],
+    /// Where heads and rows are; `None`: row-major and contiguous.
+    pub strides: Option<RowStrides>,
+}
+
+impl<'a> DeviceView<'a> {
+    /// The tensor of that type and shape at `pointer`, a `CUdeviceptr`.
+    pub const fn new(pointer: u64, dtype: DType, shape: &'a [usize]) -> Self {
+        Self { pointer, dtype, shape, strides: None }
+    }
+
+    /// The same with heads and rows that are not side by side, in elements.
+    pub const fn strided(self, strides: RowStrides) -> Self {
+        Self { strides: Some(strides), ..self }
+    }
+
+    /// Whether it is what a call wants.
+    fn fits(&self, spec: &TensorSpec) -> bool {
+        self.dtype == spec.dtype
+            && self.shape == spec.shape
+            && self.strides == spec.strides
+            && self.pointer != 0
+            && self.pointer.is_multiple_of(16)
+    }
+}
+
+impl std::fmt::Display for DeviceView<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Self { pointer, dtype, shape, strides } = self;
+        write!(f, "{dtype} {shape:?} at {pointer:#x}")?;
+        strides.map_or(Ok(()), |strides| write!(f, ", {strides:?}"))
+    }
+}
+
+/// The tensors of a call by their role.
+pub type Views<'a> = Tensors<DeviceView<'a>>;
+
+/// Errs unless every tensor of the plan's problem is there with its type, shape and strides.
+pub(super) fn check(views: &Views<'_>, plan: &Plan) -> Result<()> {
+    for (id, spec) in plan.tensors().iter().filter(|(_, spec)| !spec.is_empty()) {
+        let view = views.get(*id);
+        if !view.is_some_and(|view| view.fits(spec)) {
+            let got = view.map_or("nothing".to_owned(), ToString::to_string);
+            let place = |strides| format!("{strides:?}, 16-byte aligned");
+            let place = spec.strides.map_or("contiguous, 16-byte aligned".to_owned(), place);
+            let allowed = format!("{} {:?}, {place}", spec.dtype, spec.shape);
+            return Err(Error::invalid(id.name(), got, allowed));
+        }
+    }
+    Ok(())
+}
+
+/// The address of a tensor; 0 where the call has none.
+pub(super) fn pointer(views: &Views<'_>, id: TensorId) -> u64 {
+    views.get(id).map_or(0, |view| view.pointer)
+}
+
+/// Scratch memory of a call. Calls that may run at the same time need one each.
+#[derive(Clone, Copy, Debug, Default)]
+#[non_exhaustive]
+pub struct Workspace {
+    /// `CUdeviceptr`, 256-byte aligned.
+    pub pointer: u64,
+    /// Length, at least [`Plan::workspace_bytes`]. The content means nothing between calls.
+    pub bytes: usize,
+    /// `CUdeviceptr` of at least [`Plan::counters`] 32-bit counters, which are zero before the
+    /// first call and after every call; 0 where no plan needs any.
+    ///
+    /// They are not zero after a kernel that did not run to its end, nor, perhaps, after two calls
+    /// that had them at the same time. A call with such counters takes KV splits for complete that
+    /// are not, or leaves out rows, and reports nothing: set all counters to zero again before the
+    /// next call. An error of `enqueue` alone leaves them zero. `GQA_CHECK=1` notices.
+    pub counters: u64,
+}
+
+impl Workspace {
+    /// `bytes` bytes at `pointer`, and counters at `counters`, both `CUdeviceptr`s.
+    pub const fn new(pointer: u64, bytes: usize, counters: u64) -> Self {
+        Self { pointer, bytes, counters }
+    }
+
+    pub(super) fn check(self, plan: &Plan) -> Result<()> {
+        let (counters, bytes) = (plan.counters(), plan.workspace_bytes());
+        if counters > 0 && (self.counters == 0 || !self.counters.is_multiple_of(4)) {
+            let allowed = format!("{counters} zeroed 32-bit counters in device memory");
+            let got = format!("{:#x}", self.counters);
+            return Err(Error::invalid("workspace.counters", got, allowed));
+        }
+        let placed = bytes == 0 || (self.pointer != 0 && self.pointer.is_multiple_of(256));
+        if self.bytes >= bytes && placed {
+            return Ok(());
+        }
+        let got = format!("{} bytes at {:#x}", self.bytes, self.pointer);
+        Err(Error::invalid("workspace", got, format!("{bytes} bytes, 256-byte aligned")))
+    }
+}

@@ -1,0 +1,160 @@
+//! What is in lengths, positions and scales. Checked where that is in host memory; kernels clamp it
+//! where it is not.
+
+mod lengths;
+mod written;
+
+use crate::tensors::{TensorId, Tensors};
+use crate::{Alignment, CallKind, Error, Phase, Problem, QkOutput, Result, WriteMode};
+use gqa_tensor::TensorView;
+pub use lengths::{Bounds, PagedLengths};
+
+/// Errs unless every length, every position of a token and every block leads into the tensors that
+/// they index, and scales can be divided by.
+pub fn check(p: &Problem, inputs: &Tensors<TensorView<'_>>) -> Result<()> {
+    let scales = [TensorId::KScale, TensorId::VScale, TensorId::OutputScale];
+    for id in scales.into_iter().filter(|id| id.spec(p).is_some()) {
+        check_scale(inputs, id)?;
+    }
+    check_indices(p, inputs, |_| false)
+}
+
+/// The same of what a call on a GPU has, without scales. There a sequence may be empty, as one that
+/// fills a batch up is.
+pub fn check_on_device(p: &Problem, inputs: &Tensors<TensorView<'_>>) -> Result<()> {
+    check_indices(p, inputs, |last| last == -1)?;
+    match p.pages {
+        Some(pages) => PagedLengths::of_call(p, pages, inputs)?.check_blocks(p, pages, inputs),
+        None => Ok(()),
+    }
+}
+
+/// Errs unless lengths, positions and blocks lead into tensors, but for sequences that are `empty`
+/// by the index of their last token.
+fn check_indices(
+    p: &Problem,
+    inputs: &Tensors<TensorView<'_>>,
+    empty: impl Fn(i32) -> bool,
+) -> Result<()> {
+    if let Some(pages) = p.pages {
+        return PagedLengths::of_call(p, pages, inputs)?.check(p, pages, inputs);
+    }
+    if let CallKind::Update(mode) = p.computes {
+        return check_first_rows(p, mode, inputs.need(TensorId::WriteIndices)?);
+    }
+    let bounds = Limits::of(p);
+    let last = integers("seqlens_k", inputs.need(TensorId::SeqlensK)?)?;
+    for (b, &last) in last.iter().enumerate().filter(|(_, last)| !empty(**last)) {
+        let length = bounds.length(b, last)?;
+        check_positions(p, inputs.input(TensorId::PositionIds), b, length)?;
+    }
+    Ok(())
+}
+
+/// The elements of an int32 tensor.
+pub fn integers<'a>(argument: &'static str, tensor: TensorView<'a>) -> Result<&'a [i32]> {
+    match tensor {
+        TensorView::I32(integers) => Ok(integers),
+        _ => Err(Error::invalid(argument, tensor.dtype(), "int32")),
+    }
+}
+
+/// Errs unless all new rows of an update go into the cache.
+fn check_first_rows(p: &Problem, mode: WriteMode, first: TensorView<'_>) -> Result<()> {
+    const NAME: &str = "write_indices";
+    let last = match mode {
+        WriteMode::Linear => p.capacity.checked_sub(p.new_len),
+        WriteMode::Circular => Some(p.capacity.saturating_sub(1)),
+    };
+    for (b, &first) in integers(NAME, first)?.iter().enumerate() {
+        if !usize::try_from(first).is_ok_and(|first| last.is_some_and(|last| first <= last)) {
+            let allowed = format!("where {} rows fit into {}", p.new_len, p.capacity);
+            return Err(Error::invalid(NAME, format!("{first} for batch entry {b}"), allowed));
+        }
+    }
+    Ok(())
+}
+
+/// Errs unless numbers can be divided by every scale.
+fn check_scale(inputs: &Tensors<TensorView<'_>>, id: TensorId) -> Result<()> {
+    let Some(TensorView::F32(scales)) = inputs.input(id) else { return Ok(()) };
+    match scales.iter().position(|scale| !scale.is_normal()) {
+        None => Ok(()),
+        Some(i) => {
+            let got = format!("{} at element {i}", scales[i]);
+            Err(Error::invalid(id.name(), got, "finite numbers other than 0, none subnormal"))
+        }
+    }
+}
+
+/// Lengths a sequence can have after the call, and what limits them.
+struct Limits {
+    least: usize,
+    most: (usize, &'static str),
+}
+
+impl Limits {
+    fn of(p: &Problem) -> Self {
+        let padded = p.phase == Phase::FirstPrompt && p.alignment == Alignment::Phase;
+        let (slides, rows) = (p.sliding().is_some(), (p.capacity, "rows of present_key"));
+        let implicit = p.rotary.filter(|rotary| rotary.explicit.is_none());
+        let limits = [
+            Some(if slides { (p.total_len, "rows by total_sequence_length") } else { rows }),
+            (padded && p.new_len > 0).then_some((p.q_len, "tokens of a first prompt")),
+            p.bias.map(|_| (p.total_len, "columns of attention_bias")),
+            (p.output_qk != QkOutput::None).then_some((p.total_len, "columns of output_qk")),
+            implicit.map(|rotary| (rotary.max_positions, "rows of cos_cache")),
+        ];
+        let most = limits.into_iter().flatten().min_by_key(|limit| limit.0);
+        let least = match p.alignment {
+            // Rows that no key is appended for need none.
+            _ if !p.has_present() => 0,
+            Alignment::Past(past) => past,
+            _ if padded && !p.slides => p.q_len.min(1),
+            _ => p.q_len,
+        };
+        Self { least, most: most.unwrap_or_default() }
+    }
+
+    /// The length of entry `b`, whose last valid token has index `last`.
+    fn length(&self, b: usize, last: i32) -> Result<usize> {
+        let (least, (most, what)) = (self.least, self.most);
+        match usize::try_from(i64::from(last) + 1) {
+            Ok(length) if (least..=most).contains(&length) => Ok(length),
+            length => {
+                let reason = match length {
+                    Ok(length) if length > most => format!("at most {most} {what}"),
+                    _ => format!("{least} or more tokens"),
+                };
+                let [from, to] = [least, most].map(|length| length as i64 - 1);
+                let allowed = format!("{from} to {to}, the last of {reason}");
+                Err(Error::invalid("seqlens_k", format!("{last} for batch entry {b}"), allowed))
+            }
+        }
+    }
+}
+
+/// Errs unless the explicit positions of entry `b`'s tokens are rows of cos_cache. Padding may have
+/// any position.
+fn check_positions(
+    p: &Problem,
+    position_ids: Option<TensorView<'_>>,
+    b: usize,
+    length: usize,
+) -> Result<()> {
+    let (Some(rotary), Some(TensorView::I64(ids))) = (p.rotary, position_ids) else {
+        return Ok(());
+    };
+    let tokens = if p.phase == Phase::FirstPrompt { length.min(p.q_len) } else { p.q_len };
+    let row_length = rotary.explicit.unwrap_or_default();
+    for (s, &id) in ids.iter().skip(b * row_length).take(tokens).enumerate() {
+        if !usize::try_from(id).is_ok_and(|id| id < rotary.max_positions) {
+            let allowed = format!(
+                "0 to {}, the last row of cos_cache",
+                rotary.max_positions.saturating_sub(1)
+            );
+            return Err(Error::invalid("position_ids", format!("{id} at ({b}, {s})"), allowed));
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,248 @@
+//! Calls in which each sequence has a KV cache of its own.
+
+use super::{Layer, phase};
+use crate::{
+    Bias, DType, Error, Layout, Problem, ProblemFields, Result, Rotary, RowStrides, Strided,
+};
+
+/// A call of sequences with the same number of new tokens, which are appended in place to a KV
+/// cache of shape (batch, KV heads, capacity, size): `present_key` and `present_value`.
+///
+/// `query` has shape (batch, rows, heads · size), `key` and `value` (batch, rows, KV heads · size),
+/// unless [`packed`](Self::packed) or in another [`layout`](Self::layout). The int32 tensor
+/// `seqlens_k`, of shape (batch), has the index of each sequence's last token after the call. It
+/// is read on the GPU, so that one plan, and one CUDA graph, serves all decode steps.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Dense {
+    batch: usize,
+    rows: usize,
+    new_rows: usize,
+    capacity: usize,
+    longest: usize,
+    layout: Layout,
+    strided: Strided,
+    packed: bool,
+    positions: bool,
+    bias: Option<[bool; 2]>,
+    tree_mask: bool,
+    lse: bool,
+    float32_output: bool,
+    float8_output: bool,
+    prefetch_cache: bool,
+    float8_products: bool,
+}
+
+impl Dense {
+    /// One new token of each of `batch` sequences.
+    pub const fn decode(batch: usize, capacity: usize) -> Self {
+        Self::chunk(batch, 1, capacity)
+    }
+
+    /// Up to `rows` tokens of each of `batch` sequences that begin with this call. Those of shorter
+    /// sequences are padded at the right.
+    pub const fn prefill(batch: usize, rows: usize, capacity: usize) -> Self {
+        Self { longest: rows, ..Self::chunk(batch, rows, capacity) }
+    }
+
+    /// `rows` more tokens of each of `batch` sequences: chunked prefill, speculative decoding.
+    pub const fn chunk(batch: usize, rows: usize, capacity: usize) -> Self {
+        Self {
+            batch,
+            rows,
+            new_rows: rows,
+            capacity,
+            longest: capacity,
+            layout: Layout::Bsnh,
+            strided: Strided { query: None, key: None, value: None, output: None },
+            packed: false,
+            positions: false,
+            bias: None,
+            tree_mask: false,
+            lse: false,
+            float32_output: false,
+            float8_output: false,
+            prefetch_cache: false,
+            float8_products: false,
+        }
+    }
+
+    /// No sequence is longer than that after the call. Where it is not said, none is longer than
+    /// the cache, and kernels are chosen for that.
+    pub const fn longest(self, tokens: usize) -> Self {
+        Self { longest: tokens, ..self }
+    }
+
+    /// The cache holds the call's tokens already, as where layers share a cache: there is no `key`
+    /// and no `value`.
+    pub const fn nothing_new(self) -> Self {
+        Self { new_rows: 0, ..self }
+    }
+
+    /// Order of the dimensions of query, key, value and output.
+    pub const fn layout(self, layout: Layout) -> Self {
+        Self { layout, ..self }
+    }
+
+    /// Query has these strides, in elements, instead of being contiguous: multiples of 16 bytes.
+    pub const fn query_strides(mut self, strides: RowStrides) -> Self {
+        self.strided.query = Some(strides);
+        self
+    }
+
+    /// Key and value have these strides, likewise.
+    pub const fn key_value_strides(mut self, strides: RowStrides) -> Self {
+        (self.strided.key, self.strided.value) = (Some(strides), Some(strides));
+        self
+    }
+
+    /// Output has these strides, likewise.
+    pub const fn output_strides(mut self, strides: RowStrides) -> Self {
+        self.strided.output = Some(strides);
+        self
+    }
+
+    /// Query, key and value are one tensor, `query`, of shape
+    /// (batch, rows, (heads + 2 · KV heads) · size): all queries of a token, its keys, its values.
+    pub const fn packed(self) -> Self {
+        Self { packed: true, ..self }
+    }
+
+    /// The int64 tensor `position_ids`, of shape (batch, rows), says where tokens rotate to.
+    pub const fn explicit_positions(self) -> Self {
+        Self { positions: true, ..self }
+    }
+
+    /// `attention_bias`, of shape (batch or 1, heads or 1, rows, longest), is added to scores.
+    pub const fn bias(self, per_sequence: bool, per_head: bool) -> Self {
+        Self { bias: Some([per_sequence, per_head]), ..self }
+    }
+
+    /// The int64 tensor `tree_mask`, of shape (batch, rows), says which new tokens of its sequence
+    /// each new token sees: number `j` where bit `j` is set, itself and later ones too. All see the
+    /// keys before them. So a tree of drafts is checked at once, of up to 64 tokens. A token that
+    /// sees no key at all has output 0. [Positions](Self::explicit_positions) are those of the
+    /// tree, where the layer rotates.
+    pub const fn tree_mask(self) -> Self {
+        Self { tree_mask: true, ..self }
+    }
+
+    /// `lse`, float32 of shape (batch, heads, rows), receives natural logarithms of the softmax
+    /// denominators.
+    pub const fn log_sum_exp(self) -> Self {
+        Self { lse: true, ..self }
+    }
+
+    /// `output` is float32 whatever the layer's element type.
+    pub const fn float32_output(self) -> Self {
+        Self { float32_output: true, ..self }
+    }
+
+    /// `output` is float8e4m3fn, and the float32 tensor `output_scale`, of one element, times it is
+    /// meant.
+    pub const fn float8_output(self) -> Self {
+        Self { float8_output: true, ..self }
+    }
+
+    /// Promises that the kernel launched just before this call writes nothing that the call reads
+    /// but query, key and value: the KV cache is fetched while that kernel still runs (programmatic
+    /// dependent launch). If the promise is broken, results may be wrong.
+    pub const fn prefetch_cache(self) -> Self {
+        Self { prefetch_cache: true, ..self }
+    }
+
+    /// Over a cache of float8e4m3fn, products may be of float8, too.
+    pub const fn float8_products(self) -> Self {
+        Self { float8_products: true, ..self }
+    }
+}
+
+impl Layer {
+    /// Checks a call.
+    ///
+    /// # Errors
+    /// Where a number of the layer or of the call is not what kernels take: the error names it as
+    /// it is called here, as in `heads.kv`, and a tensor by its ONNX name.
+    pub fn dense(&self, call: Dense) -> Result<Problem> {
+        let Dense { batch, rows, capacity, longest, layout, strided, .. } = call;
+        self.check_dense(&call)?;
+        let fields = self.fields("GroupQueryAttention", 8)?;
+        let explicit = call.positions.then_some(rows);
+        Problem::new(ProblemFields {
+            out_dtype: call.output_type(self.dtype)?,
+            batch,
+            q_len: rows,
+            new_len: call.new_rows,
+            total_len: longest,
+            past_capacity: capacity,
+            capacity,
+            phase: phase(rows, longest),
+            packed: call.packed,
+            layout,
+            strided,
+            rotary: fields.rotary.map(|rotary| Rotary { explicit, ..rotary }),
+            window: self.window_within(capacity.max(longest)),
+            causal: self.causal && !call.tree_mask,
+            bias: call.bias_of_rows(self.heads.query),
+            tree_mask: call.tree_mask,
+            lse: call.lse,
+            prefetch_cache: call.prefetch_cache,
+            float8_products: call.float8_products,
+            ..fields
+        })
+    }
+
+    /// Errs where parts of the layer and of the call contradict each other.
+    fn check_dense(&self, call: &Dense) -> Result<()> {
+        if call.new_rows == 0 && call.packed {
+            let allowed = "one of the two: packed tensors have new tokens";
+            return Err(Error::invalid("query", "packed() and nothing_new()", allowed));
+        }
+        let Dense { rows, capacity, longest, .. } = *call;
+        if capacity < rows {
+            return Err(Error::invalid("capacity", capacity, format!("{rows} rows or more")));
+        }
+        if !(rows..=capacity).contains(&longest) {
+            let allowed = format!("{rows} to {capacity}, the capacity of the cache");
+            return Err(Error::invalid("longest", longest, allowed));
+        }
+        if !self.causal && call.tree_mask {
+            return Err(Error::invalid("causal", "false", "true, with tree_mask"));
+        }
+        if let (Some(window), false) = (self.window, self.causal) {
+            let allowed = "none, as the layer is bidirectional and each sequence has a cache";
+            return Err(Error::invalid("window", window, allowed));
+        }
+        match self.rope {
+            Some(rope) if rope.positions < longest => {
+                let allowed = format!("{longest} or more, the tokens of the longest sequence");
+                Err(Error::invalid("rope.positions", rope.positions, allowed))
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+impl Dense {
+    /// The bias, with rows of their own for sequences and heads, or for all of them.
+    fn bias_of_rows(&self, heads: usize) -> Option<Bias> {
+        self.bias.map(|[per_sequence, per_head]| Bias {
+            batch: !per_sequence && self.batch != 1,
+            head: !per_head && heads != 1,
+            row: false,
+            columns: self.longest,
+            boolean: false,
+        })
+    }
+
+    fn output_type(&self, dtype: DType) -> Result<DType> {
+        match (self.float32_output, self.float8_output) {
+            (true, true) => {
+                let allowed = "one of the two";
+                Err(Error::invalid("output", "float32_output() and float8_output()", allowed))
+            }
+            (true, false) => Ok(DType::F32),
+            (false, true) => Ok(DType::F8E4M3),
+            (false, false) => Ok(dtype),
+        }
+    }
+}

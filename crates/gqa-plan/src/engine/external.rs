@@ -1,0 +1,161 @@
+//! Calls over keys and values that are all there are.
+
+use super::Layer;
+use crate::{Alignment, Bias, CacheBinding, Error, Phase, Problem, ProblemFields, Result, Strided};
+
+/// Attention to keys and values that are there already and stay where they are: `query` has shape
+/// (batch, rows, heads · size), `key` and `value` (batch, keys, KV heads · size), with any
+/// [`strides`](Self::strides). There is no KV cache, and nothing rotates.
+///
+/// The rows of a sequence are its last ones: row `i` of `n`, over `m` keys, stands at `i + m - n`.
+/// The int32 tensor `seqlens_k`, of shape (batch), has the index of each sequence's last key. Rows
+/// that see no key are 0, and their log-sum-exp is -inf.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct External {
+    batch: usize,
+    rows: usize,
+    keys: usize,
+    shortest: usize,
+    right_window: Option<usize>,
+    bias: Option<ExternalBias>,
+    bias_columns: Option<usize>,
+    strided: Strided,
+    lse: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct ExternalBias {
+    per_sequence: bool,
+    per_head: bool,
+    boolean: bool,
+}
+
+impl External {
+    /// `rows` query rows of each of `batch` sequences, all of `keys` keys.
+    pub const fn new(batch: usize, rows: usize, keys: usize) -> Self {
+        Self {
+            batch,
+            rows,
+            keys,
+            shortest: keys,
+            right_window: None,
+            bias: None,
+            bias_columns: None,
+            strided: Strided { query: None, key: None, value: None, output: None },
+            lse: false,
+        }
+    }
+
+    /// Sequences may be as short as that, as `seqlens_k` says.
+    pub const fn shortest(self, keys: usize) -> Self {
+        Self { shortest: keys, ..self }
+    }
+
+    /// A query of a bidirectional layer sees at most so many keys behind its own position.
+    pub const fn right_window(self, keys: usize) -> Self {
+        Self { right_window: Some(keys), ..self }
+    }
+
+    /// `attention_bias`, of shape (batch or 1, heads or 1, rows, keys), is added to scores. It is
+    /// of the layer's element type.
+    pub const fn bias(self, per_sequence: bool, per_head: bool) -> Self {
+        Self { bias: Some(ExternalBias { per_sequence, per_head, boolean: false }), ..self }
+    }
+
+    /// The same tensor, of booleans: keys are hidden where it is false.
+    pub const fn mask(self, per_sequence: bool, per_head: bool) -> Self {
+        Self { bias: Some(ExternalBias { per_sequence, per_head, boolean: true }), ..self }
+    }
+
+    /// Rows of that tensor have so many elements, `keys` or more; those behind the keys are not
+    /// looked at. The fastest kernels want rows of a multiple of 16 bytes.
+    pub const fn bias_columns(self, columns: usize) -> Self {
+        Self { bias_columns: Some(columns), ..self }
+    }
+
+    /// Strides of the tensors that are not contiguous: multiples of 16 bytes.
+    pub const fn strides(self, strided: Strided) -> Self {
+        Self { strided, ..self }
+    }
+
+    /// `lse`, float32 of shape (batch, heads, rows), receives natural logarithms of the softmax
+    /// denominators.
+    pub const fn log_sum_exp(self) -> Self {
+        Self { lse: true, ..self }
+    }
+
+    /// In the terms that flash attention knows, wherever rows stand where they do in these.
+    fn alignment(&self) -> (Phase, Alignment) {
+        match self.rows {
+            rows if rows == self.keys && self.shortest >= rows => {
+                (Phase::FirstPrompt, Alignment::Phase)
+            }
+            1 => (Phase::TokenGeneration, Alignment::Phase),
+            rows if self.shortest >= rows => (Phase::SubsequentPrompt, Alignment::Phase),
+            _ => (Phase::SubsequentPrompt, Alignment::End),
+        }
+    }
+}
+
+impl Layer {
+    /// Checks a call over keys and values that are all there are.
+    ///
+    /// # Errors
+    ///
+    /// As [`dense`](Self::dense), and where the layer rotates, normalizes or has a quantized KV
+    /// cache.
+    pub fn external(&self, call: External) -> Result<Problem> {
+        let External { batch, rows, keys, .. } = call;
+        let right_window = call.right_window.filter(|_| !self.causal);
+        let (phase, alignment) = call.alignment();
+        let fields = self.fields("Attention", 1)?;
+        self.check_external()?;
+        Problem::new(ProblemFields {
+            batch,
+            q_len: rows,
+            new_len: keys,
+            total_len: keys,
+            capacity: keys,
+            phase,
+            alignment,
+            cache: CacheBinding::External,
+            strided: call.strided,
+            window: self.window,
+            // A token that sees none behind it is causal.
+            causal: self.causal || right_window == Some(0),
+            right_window: right_window.filter(|&keys| keys > 0),
+            bias: call.bias_of_rows(self.heads.query)?,
+            lse: call.lse,
+            ..fields
+        })
+    }
+
+    /// Errs where the layer's KV cache is quantized: there is none.
+    fn check_external(&self) -> Result<()> {
+        match self.quantized {
+            Some(_) => {
+                let allowed = "none, as keys and values are read where they are";
+                Err(Error::invalid("quantized", "one", allowed))
+            }
+            None => Ok(()),
+        }
+    }
+}
+
+impl External {
+    /// The bias or mask, whose rows have as many elements as keys or more.
+    fn bias_of_rows(&self, heads: usize) -> Result<Option<Bias>> {
+        let columns = self.bias_columns.unwrap_or(self.keys);
+        if columns < self.keys {
+            let allowed = format!("{} keys or more", self.keys);
+            return Err(Error::invalid("bias_columns", columns, allowed));
+        }
+        Ok(self.bias.map(|bias| Bias {
+            batch: !bias.per_sequence && self.batch != 1,
+            head: !bias.per_head && heads != 1,
+            row: false,
+            columns,
+            boolean: bias.boolean,
+        }))
+    }
+}

@@ -1,0 +1,94 @@
+//! Launches built from named arguments.
+
+use super::launch::{Arg, Launch};
+use crate::tensors::TensorId;
+use crate::{DType, Error, Problem, QuantFormat, Result, RowLayout};
+use bytemuck::Pod;
+use gqa_kernels::params::Strides;
+use gqa_kernels::registry::{Entry, Role, entries};
+
+/// The tensor from byte `offset` on; null where the call does not have it, or it has no elements.
+pub(super) fn tensor(problem: &Problem, id: TensorId, offset: usize) -> Arg {
+    match id.spec(problem) {
+        Some(spec) if !spec.is_empty() => Arg::Tensor { id, offset },
+        _ => Arg::Null,
+    }
+}
+
+pub(super) fn strides(layout: RowLayout) -> Strides {
+    Strides { batch: layout.batch as u64, head: layout.head as u64, row: layout.row as u64 }
+}
+
+/// A launch whose pointer arguments are found by name.
+pub(super) fn launch(
+    entry: &'static Entry,
+    grid: [u32; 3],
+    arguments: &[(&'static str, Arg)],
+    params: &impl Pod,
+) -> Result<Launch> {
+    let find = |name: &&'static str| {
+        let found = arguments.iter().find_map(|(known, arg)| (known == name).then_some(*arg));
+        found.ok_or_else(|| {
+            Error::NoKernel(format!(
+                "{} has an argument {name} that the planner does not know",
+                entry.name
+            ))
+        })
+    };
+    let [x, y, z] = grid;
+    if x > i32::MAX as u32 || y.max(z) > 65535 {
+        return Err(Error::NoKernel(format!(
+            "{} would need {x}x{y}x{z} blocks, more than CUDA starts",
+            entry.name
+        )));
+    }
+    let args = entry.arguments.iter().map(find).collect::<Result<_>>()?;
+    let params = bytemuck::bytes_of(params).to_vec();
+    Ok(Launch {
+        entry,
+        grid,
+        cluster: 1,
+        programmatic: false,
+        concurrent: false,
+        overlaps: false,
+        args,
+        params,
+    })
+}
+
+/// The kernel in that role for an element type, where it knows any, and for the format of a
+/// quantized cache, where it reads or writes such.
+pub(super) fn find(
+    role: Role,
+    dtype: Option<gqa_kernels::num::DType>,
+    codes: Option<QuantFormat>,
+) -> Result<&'static Entry> {
+    let is_it = |entry: &&Entry| {
+        entry.role == role && entry.codes == codes && dtype.is_none_or(|dtype| entry.dtype == dtype)
+    };
+    entries().find(is_it).ok_or_else(|| {
+        Error::NoKernel(format!("{} has no kernel for the call's type", role.name()))
+    })
+}
+
+/// A number that the device takes as 32 bits.
+pub(super) fn u32_of(what: &'static str, value: usize) -> Result<u32> {
+    u32::try_from(value)
+        .map_err(|_| Error::NoKernel(format!("{what} is {value}; kernels count in 32 bits")))
+}
+
+/// The kernels' name for an element type.
+pub(super) fn element(dtype: DType) -> Option<gqa_kernels::num::DType> {
+    match dtype {
+        DType::F32 => Some(gqa_kernels::num::DType::F32),
+        DType::F16 => Some(gqa_kernels::num::DType::F16),
+        DType::BF16 => Some(gqa_kernels::num::DType::BF16),
+        DType::I32
+        | DType::I64
+        | DType::F64
+        | DType::Bool
+        | DType::I8
+        | DType::U8
+        | DType::F8E4M3 => None,
+    }
+}

@@ -1,0 +1,54 @@
+//! Calls over a contiguous KV cache that does not roll: a prologue, and attention.
+
+use super::cascade;
+use super::decision::Decision;
+use super::device::DeviceInfo;
+use super::family::{Call, FusedPrologue, Job, Task};
+use super::launch::Launch;
+use super::options::PlanOptions;
+use super::positions::{Positions, positions};
+use super::prologue::prologue;
+use super::requirements::one_type;
+use super::scratch::Scratch;
+use super::tree_mask;
+use crate::{CallKind, Error, Problem, Result};
+
+/// What a plan has of the kernels chosen: none where there is nothing to do.
+#[derive(Default)]
+pub(super) struct Composed {
+    pub(super) launches: Vec<Launch>,
+    pub(super) decisions: Vec<Decision>,
+    pub(super) positions: Option<Positions>,
+}
+
+impl Composed {
+    /// For a call over a contiguous KV cache that does not roll.
+    pub(super) fn of(
+        problem: &Problem,
+        device: &DeviceInfo,
+        options: &PlanOptions,
+        scratch: &mut Scratch,
+    ) -> Result<Self> {
+        if problem.computes == CallKind::Attention && problem.q_len == 0 {
+            return Self::of(&problem.cache_alone()?, device, options, scratch);
+        }
+        let fused = !options.disable_fused_kv;
+        let positions = positions(problem, fused);
+        if problem.computes != CallKind::Attention {
+            one_type(problem).map_err(|rejection| Error::NoKernel(rejection.to_string()))?;
+            let nothing = FusedPrologue::default();
+            let (launches, _) = prologue(problem, device, fused, nothing, scratch)?;
+            return Ok(Self { launches, decisions: Vec::new(), positions });
+        }
+        let chosen = cascade::choose(&Call::new(problem, device, options));
+        if problem.tree_mask && chosen.is_err() {
+            return tree_mask::compose(problem, device, options, scratch);
+        }
+        let (choice, decisions) = chosen?;
+        let by_attention = choice.fuses(problem, fused);
+        let (mut launches, rows) = prologue(problem, device, fused, by_attention, scratch)?;
+        let task = Task::whole(problem, fused);
+        launches.extend(choice.launches(Job { problem, device, rows, task, scratch })?);
+        Ok(Self { launches, decisions, positions })
+    }
+}

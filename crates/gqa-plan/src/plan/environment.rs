@@ -1,0 +1,277 @@
+//! Plan options from environment variables: one table, from which they are read and documented.
+
+use super::families::FAMILIES;
+use super::family::Family;
+use super::options::{Fold, PlanOption, PlanOptions, is_cluster, is_splits};
+use crate::{Error, Result};
+
+/// An environment variable that sets a plan option.
+#[derive(Clone, Copy, Debug)]
+pub struct Variable {
+    /// What it sets.
+    pub option: PlanOption,
+    /// ONNX Runtime's name for the same thing; used where the variable itself is not set.
+    pub alias: Option<&'static str>,
+    /// What values it takes.
+    pub values: &'static str,
+    /// What it does; `{}` stands for the families that it concerns.
+    meaning: &'static str,
+    set: fn(&mut PlanOptions, &str) -> Option<()>,
+}
+
+impl Variable {
+    /// Its name.
+    pub const fn name(&self) -> &'static str {
+        self.option.variable()
+    }
+
+    /// What it does.
+    pub fn meaning(&self) -> String {
+        let concerns = |family: &&dyn Family| family.options().contains(&self.option);
+        let families = FAMILIES.into_iter().filter(concerns);
+        let names: Vec<_> = families.map(|f| format!("`{}`", f.module().name())).collect();
+        self.meaning.replace("{}", &names.join(", "))
+    }
+}
+
+/// Every variable.
+pub static TABLE: [Variable; 8] = [
+    Variable {
+        option: PlanOption::DisableFlashAttention,
+        alias: Some("ORT_DISABLE_FLASH_ATTENTION"),
+        values: "0 or 1",
+        meaning: "1: none of {} is considered",
+        set: |s, v| flag(&mut s.disable_flash_attention, v),
+    },
+    Variable {
+        option: PlanOption::DisableFlashDecode,
+        alias: Some("ORT_DISABLE_FLASH_DECODE"),
+        values: "0 or 1",
+        meaning: "1: none of {} is considered",
+        set: |s, v| flag(&mut s.disable_flash_decode, v),
+    },
+    Variable {
+        option: PlanOption::DisableMemoryEfficientAttention,
+        alias: Some("ORT_DISABLE_MEMORY_EFFICIENT_ATTENTION"),
+        values: "0 or 1",
+        meaning: "1: {} is not considered",
+        set: |s, v| flag(&mut s.disable_memory_efficient_attention, v),
+    },
+    Variable {
+        option: PlanOption::DisableFusedKv,
+        alias: Some("ORT_DISABLE_FUSED_KV"),
+        values: "0 or 1",
+        meaning: "1: unpacking, rotation and cache update are separate launches, and none of {} is considered",
+        set: |s, v| flag(&mut s.disable_fused_kv, v),
+    },
+    Variable {
+        option: PlanOption::Splits,
+        alias: None,
+        values: "1 to 128",
+        meaning: "splits of the keys in {}, instead of their heuristics' choice",
+        set: |s, v| {
+            s.splits = Some(v.parse().ok().filter(|&n| is_splits(n))?);
+            Some(())
+        },
+    },
+    Variable {
+        option: PlanOption::Cluster,
+        alias: None,
+        values: "1, 2, 4, 8 or 16",
+        meaning: "blocks of a cluster in {}, instead of their heuristic's choice",
+        set: |s, v| {
+            s.cluster = Some(v.parse().ok().filter(|&n| is_cluster(n))?);
+            Some(())
+        },
+    },
+    Variable {
+        option: PlanOption::Force,
+        alias: None,
+        values: "the name of a kernel entry",
+        meaning: "use that kernel or fail with the reason why it cannot be used",
+        set: |s, v| {
+            s.force = Some(gqa_kernels::registry::find(v)?.name);
+            Some(())
+        },
+    },
+    Variable {
+        option: PlanOption::Fold,
+        alias: None,
+        values: "0, layer or call",
+        meaning: "which parameters a GPU's kernels have as constants of their text: none; those that a layer of a model fixes, as where it is not set; or all but addresses, in a module for each plan",
+        set: |s, v| {
+            s.fold = match v {
+                "0" => Fold::Off,
+                "layer" => Fold::Layer,
+                "call" => Fold::Call,
+                _ => return None,
+            };
+            Some(())
+        },
+    },
+];
+
+/// Names the folder to which every call writes its tensors.
+pub const DUMP: &str = "GQA_DUMP";
+
+/// Lets calls on a GPU look at what counters, lengths and tables hold.
+pub const CHECK: &str = "GQA_CHECK";
+
+/// Chooses the instructions of attention on the CPU.
+pub const CPU: &str = "GQA_CPU_INSTRUCTIONS";
+
+/// Variables that are no plan options: name, values, meaning.
+pub static AIDS: [(&str, &str, &str); 4] = [
+    (
+        DUMP,
+        "a folder, made if it is not there",
+        "every call of an operator of the library writes its tensors there as `.npy`",
+    ),
+    (
+        CHECK,
+        "0 or 1",
+        "1: before each call on a GPU the library waits for the stream, reads counters, lengths, \
+         positions and block tables, and errs by name where counters are not zero, as after a call \
+         that failed or shared them, or where one of the others leads outside of what it indexes. \
+         Slow: for finding mistakes. Such a call cannot be captured in a graph. Read when a plan \
+         is loaded",
+    ),
+    (
+        CPU,
+        "`amx`, `avx512`, `avx2`, `neon` or `scalar`",
+        "instructions of attention on the CPU, of those that the processor has; the widest where \
+         it is not set, and for conversions between types of numbers. `amx` is `avx512` with tiles \
+         for prefill in bfloat16. The program and the packages for Python and ONNX Runtime read \
+         it, the library in `Instructions::from_env`",
+    ),
+    (
+        "GQA_LOG",
+        "`error`, `warn`, `info`, `debug` or `trace`",
+        "the program `gqa` and the library for ONNX Runtime log to stderr; `debug` gives the sizes of each call, and entry, grid, threads and shared bytes before each launch",
+    ),
+];
+
+impl PlanOptions {
+    /// Reads the process environment. Unknown `GQA_*` names are reported through `tracing` as
+    /// warnings.
+    ///
+    /// # Errors
+    ///
+    /// Where a variable has a value that it cannot have; the error names it.
+    pub fn from_env() -> Result<Self> {
+        let variables = std::env::vars_os().filter_map(|(name, value)| {
+            Some((name.into_string().ok()?, value.to_string_lossy().into_owned()))
+        });
+        Self::from_variables(variables)
+    }
+
+    /// Reads the options among `variables`.
+    ///
+    /// # Errors
+    /// [`Error::Switch`] where a variable does not take its value.
+    pub fn from_variables(variables: impl IntoIterator<Item = (String, String)>) -> Result<Self> {
+        let variables: std::collections::BTreeMap<_, _> = variables.into_iter().collect();
+        let mut options = Self::default();
+        for variable in &TABLE {
+            let names = [Some(variable.name()), variable.alias];
+            let found =
+                names.into_iter().flatten().find_map(|name| Some((name, variables.get(name)?)));
+            if let Some((name, value)) = found {
+                (variable.set)(&mut options, value.trim()).ok_or_else(|| Error::Switch {
+                    name,
+                    got: value.clone(),
+                    allowed: variable.values,
+                })?;
+            }
+        }
+        for name in variables.keys().filter(|name| unknown(name)) {
+            tracing::warn!(
+                "environment variable {name} is no option of this library and has no effect"
+            );
+        }
+        Ok(options)
+    }
+}
+
+/// Both tables as Markdown, for the documentation.
+pub fn markdown() -> String {
+    let rows = TABLE.iter().map(|variable| {
+        let Variable { alias, values, .. } = variable;
+        let (name, meaning) = (variable.name(), variable.meaning());
+        let alias = alias.map(|a| format!("`{a}`")).unwrap_or_default();
+        format!("| `{name}` | {alias} | {values} | {meaning} |\n")
+    });
+    let aids = AIDS
+        .iter()
+        .map(|(name, values, meaning)| format!("| `{name}` | | {values} | {meaning} |\n"));
+    format!(
+        "| variable | alias | values | meaning |\n|---|---|---|---|\n{}",
+        rows.chain(aids).collect::<String>()
+    )
+}
+
+fn unknown(name: &str) -> bool {
+    let known = TABLE.iter().map(Variable::name).chain(AIDS.map(|(name, ..)| name));
+    name.starts_with("GQA_") && known.into_iter().all(|known| known != name)
+}
+
+fn flag(switch: &mut bool, value: &str) -> Option<()> {
+    *switch = match value {
+        "0" => false,
+        "1" => true,
+        _ => return None,
+    };
+    Some(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(variables: &[(&str, &str)]) -> Result<PlanOptions> {
+        PlanOptions::from_variables(variables.iter().map(|(n, v)| (n.to_string(), v.to_string())))
+    }
+
+    #[test]
+    fn every_option_is_off_by_default() {
+        assert_eq!(read(&[("PATH", "/bin")]).unwrap(), PlanOptions::default());
+    }
+
+    #[test]
+    fn flags_are_read_by_either_name_and_ours_wins() {
+        for variable in TABLE.iter().filter(|v| v.values == "0 or 1") {
+            let (name, alias) = (variable.name(), variable.alias.unwrap());
+            let on = read(&[(name, "1")]).unwrap();
+            assert_ne!(on, PlanOptions::default(), "{name}");
+            assert_eq!(read(&[(alias, "1")]).unwrap(), on);
+            assert_eq!(read(&[(alias, "1"), (name, "0")]).unwrap(), PlanOptions::default());
+        }
+    }
+
+    #[test]
+    fn values_are_read_and_bad_ones_refused() {
+        assert_eq!(read(&[("GQA_SPLITS", "7")]).unwrap().splits, Some(7));
+        for (value, fold) in [("0", Fold::Off), ("layer", Fold::Layer), ("call", Fold::Call)] {
+            assert_eq!(read(&[("GQA_FOLD", value)]).unwrap().fold, fold);
+        }
+        for (name, value) in [
+            ("GQA_SPLITS", "0"),
+            ("GQA_SPLITS", "129"),
+            ("GQA_CLUSTER", "3"),
+            ("GQA_CLUSTER", "32"),
+            ("ORT_DISABLE_FUSED_KV", "yes"),
+            ("GQA_FORCE", "no_such_kernel"),
+            ("GQA_FOLD", "1"),
+        ] {
+            let message = read(&[(name, value)]).unwrap_err().to_string();
+            assert!(message.contains(name) && message.contains(value), "{message}");
+        }
+    }
+
+    #[test]
+    fn unknown_names_have_no_effect() {
+        assert_eq!(read(&[("GQA_TURBO", "1")]).unwrap(), PlanOptions::default());
+        assert!(unknown("GQA_TURBO") && !unknown("GQA_SPLITS") && !unknown("HOME"));
+        assert!(!unknown("GQA_DUMP") && !unknown("GQA_LOG"));
+    }
+}

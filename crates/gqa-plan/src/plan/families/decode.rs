@@ -1,0 +1,462 @@
+//! `decode`: a decode step in one launch, by clusters of blocks where the GPU has them: it rotates,
+//! appends and attends; and what its sisters share with it.
+
+use crate::plan::TensorId;
+use crate::plan::build::{element, launch, tensor, u32_of};
+use crate::plan::decision::Rejection;
+use crate::plan::device::{Capability, DeviceInfo};
+use crate::plan::family::{Call, Family, FusedPrologue, Job, Kernel, Task};
+use crate::plan::launch::{Arg, Launch};
+use crate::plan::options::PlanOption;
+use crate::plan::params::{
+    arguments, params, position_stride, rotary_params, scale_tensors, scales,
+};
+use crate::plan::{requirements, select};
+use crate::{CacheBinding, Problem, Result};
+use bytemuck::Zeroable;
+use gqa_kernels::attention::decode::{self, Halves, Shape};
+use gqa_kernels::num::Format;
+use gqa_kernels::params::{AttentionParams, DecodeParams, RotaryParams, Strides, overlap};
+use gqa_kernels::registry::{self, Entry, entries};
+use std::cmp::Reverse;
+
+pub(super) struct Decode;
+
+impl Family for Decode {
+    fn module(&self) -> registry::Family {
+        registry::Family::Decode
+    }
+
+    fn options(&self) -> &'static [PlanOption] {
+        use PlanOption::{Cluster, DisableFlashAttention, DisableFlashDecode, Splits};
+        &[DisableFlashAttention, DisableFlashDecode, Splits, Cluster]
+    }
+
+    fn choose(&self, call: &Call<'_>) -> Result<Kernel, Rejection> {
+        requirements::output_of(call.forced, call.problem)?;
+        requirements::flash(call.problem)?;
+        choose(self.module(), call)
+    }
+
+    fn fuses(&self, problem: &Problem, entry: &Entry, fused: bool) -> FusedPrologue {
+        FusedPrologue::of_new_rows(problem, entry, fused)
+    }
+
+    fn launches(&self, kernel: &Kernel, job: Job<'_>) -> Result<Vec<Launch>> {
+        launches(kernel, job)
+    }
+}
+
+/// The options that concern those of its sisters that have no other kernel to append for them.
+pub(super) const OPTIONS: &[PlanOption] = &[
+    PlanOption::DisableFlashAttention,
+    PlanOption::DisableFlashDecode,
+    PlanOption::DisableFusedKv,
+    PlanOption::Splits,
+    PlanOption::Cluster,
+];
+
+/// Most packed query rows. Row tiles read the keys each for itself: where all run at a time, keys
+/// come from memory once, and that is faster than the larger tiles of other kernels
+/// (`docs/perf-log.md`).
+const MAX_ROWS: usize = 128;
+
+/// The module's kernel for the call and its shape.
+pub(super) fn choose(module: registry::Family, call: &Call<'_>) -> Result<Kernel, Rejection> {
+    let entry = entry(module, call)?;
+    reads_rows(call.problem)?;
+    if call.forced.is_none() {
+        has_few_row_tiles(call, entry)?;
+    }
+    let (p, max) = (call.problem, entry.keys);
+    if p.cache == CacheBinding::Shared && p.new_len > max as usize {
+        return Err(Rejection::NewRows { got: p.new_len, max });
+    }
+    shape(call, entry)
+}
+
+/// The kernel for the call's type, head size and rows: one that pads heads only where none has
+/// their size, as few row tiles as there can be, of 64 rows only where half of them are in use (and
+/// without `wgmma` where more tiles would read the memory more often), and blocks of half the size
+/// only where the device has no room for whole ones. Of kernels that differ in their instructions
+/// alone it is the one for the newest target.
+fn entry(module: registry::Family, call: &Call<'_>) -> Result<&'static Entry, Rejection> {
+    let p = call.problem;
+    let codes = p.quantized.map(|how| how.format);
+    let is_typed = |entry: &&Entry| {
+        entry.family == module
+            && (entry.codes.is_none() || entry.codes == codes)
+            && element(p.dtype) == Some(entry.dtype)
+            && (!p.tree_mask || takes_trees(entry))
+    };
+    let typed = || entries().filter(is_typed);
+    if typed().next().is_none() {
+        return Err(Rejection::ElementType { got: p.dtype });
+    }
+    let written = || typed().filter(|entry| requirements::writes(entry, p));
+    if written().next().is_none() {
+        return Err(Rejection::OutputType { got: p.out_dtype });
+    }
+    let holding = || {
+        let is_forced = |entry: &Entry| call.forced.is_none_or(|forced| entry.name == forced.name);
+        written().filter(move |entry| holds(entry, p.head_size) && is_forced(entry))
+    };
+    if holding().next().is_none() {
+        return Err(Rejection::OtherHeadSize { got: p.head_size });
+    }
+    let by_row = p.has_row_scales();
+    let sized = || holding().filter(move |entry| entry.by_row == by_row);
+    let smallest = sized().min_by_key(|entry| (entry.pads, entry.shared_bytes));
+    let smallest =
+        smallest.ok_or(if by_row { Rejection::RowScales } else { Rejection::NoRowScales })?;
+    let tiles = |entry: &Entry| p.packed_rows().div_ceil(entry.rows as usize);
+    let suited = || sized().filter(|entry| runs_on(entry, call.device).is_ok());
+    let order = |entry: &&Entry| {
+        let padding = (entry.pads, entry.head_size);
+        let is_wide = entry.rows > 32;
+        let mostly_empty = is_wide && p.packed_rows() <= 32;
+        let is_slow = is_wide && !has_wgmma(entry) && row_tiles_share_keys(call, MOST_TILES);
+        let newest = Reverse(newest_target(entry, call.device));
+        let size = (entry.min_blocks, entry.rows);
+        (padding, mostly_empty, is_slow, tiles(entry), size, newest, Reverse(entry.threads))
+    };
+    let Some(chosen) = suited().min_by_key(order) else {
+        return runs_on(smallest, call.device).map(|()| smallest);
+    };
+    let is_half_of_32 = (chosen.rows, chosen.min_blocks) == (32, 2);
+    let of_16 = suited().find(|entry| (entry.rows, entry.min_blocks) == (16, 1));
+    let shares = |entry: &&Entry| {
+        !call.device.has(Capability::Clusters) && row_tiles_share_keys(call, tiles(entry))
+    };
+    let whole = of_16.filter(|entry| is_half_of_32 && tiles(entry) > 1 && shares(entry));
+    Ok(whole.unwrap_or(chosen))
+}
+
+/// Whether the kernel takes a mask over the new tokens. Tiles of 8 rows have no room for a word of
+/// each row of a matrix product.
+fn takes_trees(entry: &Entry) -> bool {
+    entry.takes("tree_mask") && entry.rows >= 16
+}
+
+/// Of what the kernel is compiled for and the device runs, the newest.
+fn newest_target(entry: &Entry, device: &DeviceInfo) -> Option<(u32, bool)> {
+    let suited = entry.targets().filter(|target| target.runs_on(device.sm));
+    suited.map(|target| registry::number(target.arch)).max()
+}
+
+/// Whether a kernel takes heads of that size: its own, or a smaller one whose rows in the cache are
+/// whole vectors.
+fn holds(entry: &Entry, head_size: usize) -> bool {
+    let [most, per_vector] = [entry.head_size, 8 * values_per_element(entry)].map(|n| n as usize);
+    most == head_size || entry.pads && most > head_size && head_size % per_vector == 0
+}
+
+/// Row tiles of 16 that 64 rows are.
+const MOST_TILES: usize = 4;
+
+/// Whether so many row tiles run at a time and read keys from memory once, because the L2 cache
+/// holds the KV cache. Then tiles of 16 rows are faster than half as many of 32 in blocks of half
+/// the size, if no cluster shares their keys (`docs/results/2026-11-26-h100-ampere`), and two or
+/// four than one of 64 whose products are not `wgmma`
+/// (`docs/results/2026-11-27-h100-wide-steps`).
+fn row_tiles_share_keys(call: &Call<'_>, tiles: usize) -> bool {
+    let (p, device) = (call.problem, call.device);
+    let heads = p.kv_heads.saturating_mul(p.batch);
+    let bytes = [p.most_keys() as usize, p.head_size, 2 * p.dtype.size()]
+        .into_iter()
+        .try_fold(heads, usize::checked_mul);
+    let fits = bytes.is_some_and(|bytes| bytes as u64 <= device.l2_bytes);
+    fits && tiles.saturating_mul(heads) <= device.multiprocessors as usize
+}
+
+/// Whether the kernel multiplies by `wgmma`, so that it runs on Hopper alone.
+fn has_wgmma(entry: &Entry) -> bool {
+    !entry.runs_on(u32::MAX)
+}
+
+/// Whether the device is new enough, multiplies as the kernel does, and has the shared memory that
+/// it needs.
+fn runs_on(entry: &Entry, device: &DeviceInfo) -> Result<(), Rejection> {
+    if entry.min_sm > device.sm {
+        return Err(Rejection::ComputeCapability { have: device.sm, need: entry.min_sm });
+    }
+    if !entry.runs_on(device.sm) {
+        return Err(Rejection::Capability { need: Capability::Wgmma, sm: device.sm });
+    }
+    select::shared_memory(entry, device)
+}
+
+/// A head's keys and values must lie row after row.
+fn reads_rows(p: &Problem) -> Result<(), Rejection> {
+    match [p.keys_read(), p.values_read()].iter().any(|layout| layout.row != p.head_size) {
+        true => Err(Rejection::Strided),
+        false => Ok(()),
+    }
+}
+
+fn has_few_row_tiles(call: &Call<'_>, entry: &Entry) -> Result<(), Rejection> {
+    let (p, sms) = (call.problem, call.device.multiprocessors);
+    let rows = p.packed_rows();
+    let tiles = rows.div_ceil(entry.rows as usize);
+    let clusters = tiles.saturating_mul(p.kv_heads).saturating_mul(p.batch);
+    if rows > MAX_ROWS {
+        return Err(Rejection::Rows { got: rows, max: MAX_ROWS as u32 });
+    }
+    if tiles > 1 && clusters > sms as usize {
+        return Err(Rejection::RowTiles { got: clusters, max: sms });
+    }
+    Ok(())
+}
+
+/// Quantized values in the room of an element of 16 bits.
+fn values_per_element(entry: &Entry) -> u32 {
+    match entry.codes {
+        None => 1,
+        Some(Format::Int8 | Format::Float8) => 2,
+        Some(Format::Int4) => 4,
+    }
+}
+
+/// The same kernel, or one for more rows, in blocks of half the size, if an SM has room for two.
+fn half_of(entry: &Entry, device: &DeviceInfo) -> Option<&'static Entry> {
+    let is_half = |other: &&Entry| {
+        other.family == entry.family
+            && (other.dtype, other.codes) == (entry.dtype, entry.codes)
+            && (other.head_size, other.pads, other.by_row)
+                == (entry.head_size, entry.pads, entry.by_row)
+            && other.rows >= entry.rows
+            && other.arguments == entry.arguments
+            && other.min_blocks == 2
+    };
+    let fits = |half: &&Entry| select::fits_twice(half, device);
+    entries().filter(is_half).min_by_key(|half| half.rows).filter(fits)
+}
+
+/// The same step in blocks of half an SM, each with all keys of its rows, if there are such.
+pub(in crate::plan) fn in_halves(kernel: &Kernel, device: &DeviceInfo) -> Option<Kernel> {
+    let is_half = kernel.entry.min_blocks > 1;
+    let half = if is_half { kernel.entry } else { half_of(kernel.entry, device)? };
+    Some(Kernel::whole(half))
+}
+
+/// How two such blocks stream, fitted to measurements (`docs/perf-log.md`): those of a quantized KV
+/// cache slower, as they have fewer copies under way.
+fn halves_like(half: &Entry) -> Halves {
+    match half.codes {
+        None => Halves { slower: 1, tenths: 12, tenths_in_pairs: 36 },
+        Some(Format::Int4) => Halves { slower: 4, tenths: 34, tenths_in_pairs: 34 },
+        Some(_) => Halves { slower: 4, tenths: 28, tenths_in_pairs: 34 },
+    }
+}
+
+/// [`decode::Device::tenths_in_pairs`], which was measured with clusters. Four bits keep a block
+/// busier than memory does.
+fn tenths_in_pairs(entry: &Entry, device: &DeviceInfo) -> u32 {
+    let tenths = tenths_of_block(entry);
+    match entry.codes {
+        _ if !device.has(Capability::Clusters) => tenths,
+        None => tenths.max(18),
+        Some(Format::Int4) => tenths,
+        Some(_) => tenths.max(17),
+    }
+}
+
+/// How long a block takes at least for what it streams, in tenths of what half of the SMs take with
+/// all of the memory's bandwidth: longer where four bits become halves, and where 64 rows keep a
+/// block busier than memory does (`docs/perf-log.md`). Where these are multiplied without `wgmma`
+/// every SM has to take part, which is an estimate.
+fn tenths_of_block(entry: &Entry) -> u32 {
+    match (entry.rows, entry.codes) {
+        (33.., _) if has_wgmma(entry) => 13,
+        (33.., _) => 20,
+        (_, Some(Format::Int4)) => 12,
+        _ => 10,
+    }
+}
+
+/// The options' clusters and splits, or those with which the call ends first, and the kernel for
+/// them: `entry` or, unless that is forced, its half.
+fn shape(call: &Call<'_>, entry: &'static Entry) -> Result<Kernel, Rejection> {
+    let (p, device, options) = (call.problem, call.device, call.options);
+    has_grid(p, &Kernel::whole(entry))?;
+    if options.cluster.is_some_and(|blocks| blocks > 1) {
+        select::capabilities(&[Capability::Clusters], device)?;
+    }
+    let mut params = params(p, Strides::zeroed(), 1).map_err(|_| Rejection::TooLarge)?;
+    // Keys cost what their bytes cost.
+    params.head_size /= values_per_element(entry);
+    let kernel = match (options.cluster, options.splits) {
+        (None, None) => {
+            let half = if options.force.is_none() { half_of(entry, device) } else { None };
+            let gpu = decode::Device {
+                multiprocessors: device.multiprocessors,
+                has_clusters: device.has(Capability::Clusters),
+                tenths: tenths_of_block(entry),
+                tenths_in_pairs: tenths_in_pairs(entry, device),
+                halves: half.map(halves_like),
+            };
+            let Shape { ranks, splits, together } =
+                decode::shape(&params, entry.rows, p.most_keys(), gpu);
+            let entry = half.filter(|_| together == 2).unwrap_or(entry);
+            Kernel { entry, splits, cluster: ranks }
+        }
+        (cluster, splits) => {
+            Kernel { entry, splits: splits.unwrap_or(1), cluster: cluster.unwrap_or(1) }
+        }
+    };
+    has_grid(p, &kernel)?;
+    has_counters(&params, &kernel)?;
+    Ok(kernel)
+}
+
+/// Errs where there are more blocks than CUDA starts.
+fn has_grid(p: &Problem, kernel: &Kernel) -> Result<(), Rejection> {
+    const MAX: [usize; 3] = [i32::MAX as usize, 65_535, 65_535];
+    let row_tiles = p.packed_rows().div_ceil(kernel.entry.rows as usize);
+    let blocks = kernel.cluster as usize * kernel.splits as usize;
+    // And one row tile more that may wait for a launch.
+    let grid = [blocks, p.kv_heads, row_tiles.saturating_mul(p.batch).saturating_add(1)];
+    let fits = grid.iter().zip(MAX).all(|(&blocks, max)| blocks <= max);
+    let all = grid.iter().try_fold(1usize, |all, &blocks| all.checked_mul(blocks));
+    (fits && all.is_some_and(|all| all <= u32::MAX as usize))
+        .then_some(())
+        .ok_or(Rejection::TooLarge)
+}
+
+/// Errs where so many blocks share keys that they do not need splits.
+fn has_counters(params: &AttentionParams, kernel: &Kernel) -> Result<(), Rejection> {
+    const MAX: usize = 1 << 16;
+    let need = decode::arrivals(params, kernel.entry.rows, kernel.cluster, kernel.splits);
+    if need > MAX { Err(Rejection::Counters { need, max: MAX }) } else { Ok(()) }
+}
+
+/// The launch.
+pub(super) fn launches(kernel: &Kernel, job: Job<'_>) -> Result<Vec<Launch>> {
+    let params = step_params(kernel, &job, attention_params(kernel, &job)?)?;
+    let device = job.device;
+    let bound = bound(kernel, job, &params)?;
+    let grid = decode::grid(&params, kernel.cluster);
+    in_clusters(kernel, device, launch(kernel.entry, grid, &bound, &params)?)
+}
+
+/// A launch that may begin while the one ahead of it still runs, where the device has such.
+pub(super) fn in_clusters(
+    kernel: &Kernel,
+    device: &DeviceInfo,
+    launch: Launch,
+) -> Result<Vec<Launch>> {
+    let programmatic = device.has(Capability::ProgrammaticLaunch);
+    Ok(vec![Launch { cluster: kernel.cluster, programmatic, ..launch }])
+}
+
+/// Attention's part of the parameters: of a quantized cache strides are in bytes.
+pub(super) fn attention_params(kernel: &Kernel, job: &Job<'_>) -> Result<AttentionParams> {
+    let params = params(job.problem, job.rows.query.strides, 1)?;
+    Ok(in_bytes(kernel, job.problem, params))
+}
+
+pub(super) fn in_bytes(kernel: &Kernel, p: &Problem, params: AttentionParams) -> AttentionParams {
+    let Some(how) = p.quantized.filter(|_| kernel.entry.codes.is_some()) else {
+        return params;
+    };
+    let per_byte = how.codes_per_element() as u64;
+    let bytes = |values: Strides| Strides {
+        batch: values.batch / per_byte,
+        head: values.head / per_byte,
+        row: values.row / per_byte,
+    };
+    AttentionParams { k: bytes(params.k), v: bytes(params.v), ..params }
+}
+
+/// The parameters of a decode step.
+pub(super) fn step_params(
+    kernel: &Kernel,
+    job: &Job<'_>,
+    attention: AttentionParams,
+) -> Result<DecodeParams> {
+    let (p, entry, task) = (job.problem, kernel.entry, job.task);
+    let fused = FusedPrologue::of_new_rows(p, entry, task.fused).new_rows;
+    let appends = fused && !task.appended;
+    let rotary = match fused {
+        true => rotary_params(p.rotary, position_stride(p)?)?,
+        false => RotaryParams::zeroed(),
+    };
+    Ok(DecodeParams {
+        new_k: job.rows.key.strides,
+        new_v: job.rows.value.strides,
+        rotary,
+        new_len: if appends { u32_of("new keys", p.new_len)? } else { 0 },
+        splits: kernel.splits,
+        clusters: decode::clusters(&attention, entry.rows),
+        rows: entry.rows,
+        at_a_time: job.device.multiprocessors * entry.min_blocks,
+        overlap: overlap(p, appends, job.task),
+        ahead: u32::from(asks_ahead(p, kernel, appends && p.new_len > 0)),
+        scales: scales(p),
+        attention,
+    })
+}
+
+/// What the step may do while the launch ahead of it still runs.
+fn overlap(p: &Problem, appends: bool, task: Task) -> u32 {
+    // The launch that normalises begins when all before it has ended, and writes scratch.
+    match appends && (p.prefetch_cache || p.qk_norm.is_some()) {
+        _ if task.overlaps => overlap::ALL,
+        true => overlap::CACHE,
+        false => overlap::NONE,
+    }
+}
+
+/// The arguments of a decode step.
+pub(super) fn bound(
+    kernel: &Kernel,
+    job: Job<'_>,
+    params: &DecodeParams,
+) -> Result<Vec<(&'static str, Arg)>> {
+    let (p, rows) = (job.problem, job.rows);
+    let fused = FusedPrologue::of_new_rows(p, kernel.entry, job.task.fused).new_rows;
+    let given = |id| if fused { tensor(p, id, 0) } else { Arg::Null };
+    let new = |arg: Arg| if fused && !job.task.appended { arg } else { Arg::Null };
+    let mut bound = arguments(p, &rows);
+    bound.extend([
+        ("new_k", new(rows.key.arg)),
+        ("new_v", new(rows.value.arg)),
+        ("cos", given(TensorId::CosCache)),
+        ("sin", given(TensorId::SinCache)),
+        ("position_ids", given(TensorId::PositionIds)),
+    ]);
+    bound.extend(scale_tensors(p));
+    let [out, states, arrivals] = partials(kernel, job, params)?;
+    bound.extend([("partial_out", out), ("partial_states", states), ("arrivals", arrivals)]);
+    Ok(bound)
+}
+
+/// Scratch for splits of the keys, if there are several: their output, their states, and the
+/// counters by which their clusters find each other.
+fn partials(kernel: &Kernel, job: Job<'_>, params: &DecodeParams) -> Result<[Arg; 3]> {
+    let Kernel { entry, splits, cluster } = *kernel;
+    if splits == 1 {
+        return Ok([Arg::Null; 3]);
+    }
+    let (out, states) = decode::partial_elements(params, cluster);
+    let counters = decode::arrivals(&params.attention, entry.rows, cluster, splits);
+    Ok([
+        job.scratch.take(out, size_of::<f32>())?,
+        job.scratch.take(states, size_of::<[f32; 2]>())?,
+        job.scratch.count(counters),
+    ])
+}
+
+/// Whether teams ask for their first keys before they know how many there are. Rows that the call
+/// appends must not be among them, unless one cluster alone reads them; it appends them later than
+/// otherwise if it has several ranks and few keys, which then costs more than asking early brings
+/// (`docs/perf-log.md`). A block table says nothing of keys that there are not: whose rows those
+/// would be, the others' appends may be among.
+fn asks_ahead(p: &Problem, kernel: &Kernel, appends: bool) -> bool {
+    let Kernel { entry, splits, cluster } = *kernel;
+    let row_tiles = p.packed_rows().div_ceil(entry.rows as usize);
+    let is_alone = splits == 1 && row_tiles == 1;
+    let most_ahead = (cluster * entry.threads / 32 * entry.keys) as usize;
+    let has_more = cluster == 1 || p.total_len > 2 * most_ahead;
+    p.window.is_none() && p.pages.is_none() && has_more && (!appends || is_alone)
+}

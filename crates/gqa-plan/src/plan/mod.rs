@@ -1,0 +1,77 @@
+//! From a problem to launches: which kernels, in which shape, and why not the others. Pure; needs
+//! no GPU.
+//!
+//! A plan depends on the [`Problem`](crate::Problem) alone, never on what is in a tensor: lengths
+//! are read on the device. So a plan stays good, and a CUDA graph of it replays, while `seqlens_k`
+//! changes within `total_sequence_length`.
+//!
+//! | what a call needs | launches before attention |
+//! |---|---|
+//! | QK-norm | `qk_norm`: Q and K to scratch, whence all others take them |
+//! | shared cache, rotation | `unpack_qkv_with_rope_and_append_kv`: Q to scratch, K and V into the cache |
+//! | shared cache | `concat_kv_in_place`; Q is read where it is |
+//! | separate cache | `concat_new_to_past_kv`, which rotates K, and `rotary_embedding` for Q; `concat_rows` where rows are no vectors |
+//! | quantized cache | as a shared one, of numbers in scratch, and then `quantize_kv`: quantized values of new rows, numbers of all |
+//! | external cache | none |
+//! | a paged KV cache | `qk_norm`, `paged_append`, `paged_gather`; after attention `paged_scatter`; `decode_paged` needs `qk_norm` only, `hopper_paged` and `tiled_paged` that and `paged_append` |
+//! | a rolling KV cache | `rolling_kv` or `rolling_lengths`, and what the rest of this table says; where rows are several, `rolling_kv` after attention |
+//! | nothing to append | `rotary_embedding` for Q |
+//!
+//! `decode`, and `decode_quantized` where the cache is quantized, do all of this but QK-norm
+//! themselves where the cache is shared. `hopper`, in its kernels of two warpgroups and without
+//! parts of the keys, rotates queries itself where positions are implicit, so that Q is read where
+//! it is: `concat_kv_in_place`, which rotates K then, or `concat_new_to_past_kv` is all that comes
+//! before it, and nothing where there is nothing to append. The standalone RotaryEmbedding is one
+//! launch, `rotary_embedding` or, where rows are no vectors, `rotary_rows`; a cache update is
+//! `scatter_rows`. Attention reads K and V from the present cache, or where they are: `decode` or
+//! `decode_quantized`, `split_kv` or `split_kv_masked` and `combine`, `hopper` or `hopper_split`
+//! and `combine`, `hopper_masked`, `tiled_tma`, `tiled`, `tiled_masked`, `tiled_f32`, `tiled_wide`
+//! (and `combine`), `general`, or the three unfused kernels.
+
+mod build;
+mod cascade;
+mod compose;
+mod contiguous;
+mod cost;
+mod decision;
+mod device;
+pub mod environment;
+mod explain;
+mod families;
+mod family;
+mod launch;
+mod merge;
+mod mixed;
+mod options;
+mod paged;
+mod params;
+mod planner;
+mod positions;
+mod prologue;
+mod quantized_output;
+mod rebind;
+mod requirements;
+mod rows;
+mod scatter;
+mod scratch;
+mod seen;
+mod select;
+mod sliding;
+#[cfg(test)]
+mod tests;
+mod tree_mask;
+
+pub use cascade::candidates;
+pub use compose::plan;
+pub use cost::Cost;
+pub use decision::{Decision, Rejection};
+pub use device::{Capability, DeviceInfo};
+pub use explain::{Explanation, LaunchLine};
+pub use gqa_kernels::registry::Family;
+pub use launch::{Arg, Launch, Plan, TensorMap};
+pub use options::{Fold, PlanOption, PlanOptions};
+pub use planner::Planner;
+pub use positions::{Positions, positions};
+
+pub use crate::tensors::{TensorId, TensorSpec, Tensors};
+pub use device::capability;

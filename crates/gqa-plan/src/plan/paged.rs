@@ -1,0 +1,346 @@
+//! Calls whose cache consists of blocks: kernels that read them where they are, or their rows side
+//! by side in scratch, and attention over these.
+//!
+//! | launch | for a few tokens of each sequence | for prompts, with or without sequences of few tokens beside them | for what else there is |
+//! |---|---|---|---|
+//! | `qk_norm` | with QK-norm | with QK-norm | with QK-norm |
+//! | `paged_append`, or `paged_append_quantized`: new rows into the cache, queries into scratch | but the queries, where slot_mapping says where they go | but the queries, and the rows that `decode_paged` appends | always |
+//! | `paged_dequantize`: dequantized keys and values of the prompts, in blocks in scratch | | where the cache holds quantized values | |
+//! | `paged_gather`: the rows of every sequence into scratch | | | always |
+//! | attention | `decode_paged`, `decode_paged_quantized` | `hopper_paged` or `tiled_paged`, and `decode_paged` (`mixed.rs`) | any kernel |
+//! | `paged_scatter`: output rows, and log-sum-exps, to their tokens | | | unless every sequence has one token, and no log-sum-exps are wanted |
+//!
+//! `hopper_paged` has no log-sum-exps: of prompts these come from attention over gathered rows,
+//! where that GPU has it.
+//!
+//! Where the new rows are in the cache already, nothing is appended: `paged_append` is there for
+//! queries, or not at all.
+//!
+//! In the last column queries stay where they are if every sequence has one token, nothing turns
+//! them or takes them apart, and they are contiguous.
+
+use super::build::{element, find, launch, tensor, u32_of};
+use super::contiguous::Composed;
+use super::device::DeviceInfo;
+use super::launch::{Arg, Launch};
+use super::mixed::Attentions;
+use super::options::PlanOptions;
+use super::params::{rotary_params, scale_tensors, scales};
+use super::positions::positions;
+use super::prologue::normalise;
+use super::rebind::Rebind;
+use super::rows::Rows;
+use super::scratch::Scratch;
+use super::tree_mask::Expanded;
+use crate::tensors::TensorId;
+use crate::{DType, Pages, Problem, Result};
+use gqa_kernels::params::PagedParams;
+use gqa_kernels::prologue::paged_grid;
+use gqa_kernels::registry::{Entry, Role};
+
+/// The launches of a call whose cache consists of blocks.
+pub(super) fn compose(
+    problem: &Problem,
+    pages: Pages,
+    device: &DeviceInfo,
+    options: &PlanOptions,
+    scratch: &mut Scratch,
+) -> Result<Composed> {
+    let (mut launches, rows) = normalise(&problem.tokens()?, device, scratch)?;
+    let rows = rows.of_all_sequences();
+    let Attentions { chosen, mut decisions } = Attentions::choose(problem, pages, device, options);
+    let appends = !problem.reads_pages_only();
+    let (others, by_themselves): (Vec<_>, Vec<_>) =
+        chosen.into_iter().partition(|attention| attention.task.appended);
+    for attention in &by_themselves {
+        launches.extend(attention.launches(device, rows, false, scratch)?);
+    }
+    if appends && let Some(first) = others.first() {
+        let least = if by_themselves.is_empty() { 0 } else { first.task.least };
+        launches.push(Prologue::new(problem, pages, rows)?.append(Arg::Null, least, device)?);
+    }
+    let of_codes = others.iter().find(|attention| attention.reads_dequantized(problem));
+    let numbers = of_codes
+        .map(|attention| Dequantized::new(problem, pages, rows, attention.task.least, scratch));
+    let numbers = numbers.transpose()?;
+    if let Some(numbers) = &numbers {
+        launches.push(numbers.launch(device)?);
+    }
+    for attention in &others {
+        let follows_concurrent = launches.last().is_some_and(|launch| launch.concurrent);
+        let own = attention.launches(device, rows, follows_concurrent, scratch)?;
+        match &numbers {
+            Some(numbers) if attention.reads_dequantized(problem) => {
+                let rebind = numbers.rebind();
+                launches.extend(own.into_iter().map(|launch| rebind.launch(launch)));
+            }
+            _ => launches.extend(own),
+        }
+    }
+    if !(others.is_empty() && by_themselves.is_empty()) {
+        return Ok(Composed { launches, decisions, positions: positions(problem, true) });
+    }
+    let gathered = Gathered::new(problem, pages, rows, scratch)?;
+    if appends || gathered.moved != Arg::Null {
+        launches.push(gathered.prologue.append(gathered.moved, 0, device)?);
+    }
+    launches.push(gathered.gather(device)?);
+    let (mut attended, mut rebind) = (problem.gathered()?, gathered.rebind());
+    if problem.tree_mask {
+        let expanded = Expanded::new(problem, &attended, device, scratch)?;
+        rebind.0.push(expanded.mask());
+        launches.push(expanded.launch);
+        attended = expanded.problem;
+    }
+    let call = Composed::of(&attended, device, options, scratch)?;
+    launches.extend(call.launches.into_iter().map(|launch| rebind.launch(launch)));
+    if gathered.output != Arg::Null {
+        launches.push(gathered.scatter(device)?);
+    }
+    decisions.extend(call.decisions);
+    Ok(Composed { launches, decisions, positions: positions(problem, true) })
+}
+
+/// The launches around attention.
+#[derive(Clone, Copy)]
+struct Prologue<'a> {
+    problem: &'a Problem,
+    /// Tokens' rows.
+    rows: Rows,
+    params: PagedParams,
+}
+
+impl<'a> Prologue<'a> {
+    fn new(p: &'a Problem, pages: Pages, rows: Rows) -> Result<Self> {
+        let size = p.dtype.size();
+        let params = PagedParams {
+            q: rows.query.strides,
+            k: rows.key.strides,
+            v: rows.value.strides,
+            rotary: rotary_params(p.rotary, 0)?,
+            batch: u32_of("batch", p.batch)?,
+            q_heads: u32_of("query heads", p.q_heads)?,
+            kv_heads: u32_of("KV heads", p.kv_heads)?,
+            head_size: u32_of("head size", p.head_size)?,
+            row_vectors: u32_of("head size", p.head_size * size / Problem::VECTOR_BYTES)?,
+            scales: scales(p),
+            by_token: 0,
+            least: 0,
+            window: u32_of("window", p.window.unwrap_or(0).min(p.capacity))?,
+            counts_new: pages.counts_new.into(),
+            reserved: 0,
+            q_len: u32_of("query rows", p.q_len)?,
+            tokens: u32_of("tokens", pages.tokens)?,
+            capacity: u32_of("rows of a sequence", p.capacity)?,
+            blocks: u32_of("blocks", pages.blocks)?,
+            block_size: u32_of("rows of a block", pages.block_size)?,
+            per_sequence: u32_of("blocks of a sequence", pages.per_sequence)?,
+            moves_queries: 0,
+        };
+        Ok(Self { problem: p, rows, params })
+    }
+
+    /// New rows into the cache, of sequences of `least` tokens or more, and queries to `query`;
+    /// null: they stay where they are.
+    fn append(&self, query: Arg, least: usize, device: &DeviceInfo) -> Result<Launch> {
+        let rotation = |id| match self.problem.rotary {
+            Some(_) => tensor(self.problem, id, 0),
+            None => Arg::Null,
+        };
+        let only_queries = self.problem.reads_pages_only();
+        let new = |arg| if only_queries { Arg::Null } else { arg };
+        let [k_scale, v_scale] = scale_tensors(self.problem);
+        let arguments = [
+            ("q", self.rows.query.arg),
+            ("k", new(self.rows.key.arg)),
+            ("v", new(self.rows.value.arg)),
+            ("cos", rotation(TensorId::CosCache)),
+            ("sin", rotation(TensorId::SinCache)),
+            ("position_ids", Arg::Null),
+            ("q_out", query),
+            k_scale,
+            v_scale,
+        ];
+        let role = match self.problem.quantized {
+            None => Role::PagedAppend,
+            Some(_) => Role::PagedAppendQuantized,
+        };
+        let p = self.params;
+        let moves_queries = u32::from(query != Arg::Null);
+        // A search costs less than many rows that are no tokens.
+        let mostly_empty = u64::from(p.tokens) < u64::from(p.batch) * u64::from(p.q_len) / 2;
+        let by_token = u32::from(moves_queries == 0 && mostly_empty);
+        let kv_heads = if only_queries { 0 } else { p.kv_heads };
+        let least = u32_of("tokens", least)?;
+        let params = PagedParams { moves_queries, by_token, kv_heads, least, ..p };
+        self.launch(self.typed(role)?, &arguments, &params, device)
+    }
+
+    /// The kernel for the call's element type and quantized cache.
+    fn typed(&self, role: Role) -> Result<&'static Entry> {
+        let codes = self.problem.quantized.map(|how| how.format);
+        find(role, element(self.problem.dtype), codes)
+    }
+
+    fn launch(
+        &self,
+        entry: &'static Entry,
+        arguments: &[(&'static str, Arg)],
+        params: &PagedParams,
+        device: &DeviceInfo,
+    ) -> Result<Launch> {
+        let p = self.problem;
+        let of_pages = [
+            ("starts", TensorId::CumulativeSequenceLength),
+            ("past_seqlens", TensorId::SeqlensK),
+            ("block_table", TensorId::BlockTable),
+            ("slot_mapping", TensorId::SlotMapping),
+            ("k_cache", TensorId::PresentKey),
+            ("v_cache", TensorId::PresentValue),
+        ];
+        let of_pages = of_pages.map(|(name, id)| (name, tensor(p, id, 0)));
+        let grid = paged_grid(entry, params, device.multiprocessors);
+        launch(entry, grid, &[arguments, &of_pages].concat(), params)
+    }
+}
+
+/// What attention over the dequantized values finds in scratch.
+struct Dequantized<'a> {
+    prologue: Prologue<'a>,
+    /// Fewest tokens of a sequence whose numbers are there.
+    least: usize,
+    cache: [Arg; 2],
+    table: Arg,
+}
+
+impl<'a> Dequantized<'a> {
+    fn new(
+        p: &'a Problem,
+        pages: Pages,
+        rows: Rows,
+        least: usize,
+        scratch: &mut Scratch,
+    ) -> Result<Self> {
+        let numbers = p.dequantized()?;
+        let tables = numbers.pages.map_or(0, |pages| pages.blocks);
+        let cached =
+            numbers.key_cache_shape(0).iter().try_fold(1usize, |all, &n| all.checked_mul(n));
+        let mut take = || scratch.take(cached.unwrap_or(usize::MAX), p.dtype.size());
+        Ok(Self {
+            prologue: Prologue::new(p, pages, rows)?,
+            least,
+            cache: [take()?, take()?],
+            table: scratch.take(tables, DType::I32.size())?,
+        })
+    }
+
+    fn launch(&self, device: &DeviceInfo) -> Result<Launch> {
+        let (p, [k, v]) = (self.prologue.problem, self.cache);
+        let [k_scale, v_scale] = scale_tensors(p);
+        let arguments = [k_scale, v_scale, ("k", k), ("v", v), ("table", self.table)];
+        let entry = self.prologue.typed(Role::PagedDequantize)?;
+        let least = u32_of("tokens", self.least)?;
+        let params = PagedParams { least, ..self.prologue.params };
+        self.prologue.launch(entry, &arguments, &params, device)
+    }
+
+    /// Where attention finds them.
+    fn rebind(&self) -> Rebind {
+        Rebind(vec![
+            (TensorId::PresentKey, self.cache[0]),
+            (TensorId::PresentValue, self.cache[1]),
+            (TensorId::BlockTable, self.table),
+        ])
+    }
+}
+
+/// What attention over gathered rows finds in scratch.
+struct Gathered<'a> {
+    prologue: Prologue<'a>,
+    /// Null where queries stay where they are.
+    moved: Arg,
+    cache: [Arg; 2],
+    /// Scales of their rows; null where these have none.
+    scales: [Arg; 2],
+    lengths: Arg,
+    /// Null where the output's rows are tokens, and log-sum-exps nobody's.
+    output: Arg,
+    /// Null where nobody wants them.
+    lse: Arg,
+}
+
+impl<'a> Gathered<'a> {
+    fn new(p: &'a Problem, pages: Pages, rows: Rows, scratch: &mut Scratch) -> Result<Self> {
+        let (size, code_size) = (p.dtype.size(), p.key_cache_dtype().size());
+        let padded = p.batch * p.q_len * p.q_heads * p.head_size;
+        let gathered = p.gathered()?;
+        let cached: usize = gathered.key_cache_shape(p.capacity).iter().product();
+        let of_rows = gathered.row_scales_shape();
+        let scaled = of_rows.map_or(0, |shape| shape.iter().product());
+        let lies_apart = p.packed || p.strided.query.is_some();
+        let moves = !p.has_single_tokens() || p.rotary.is_some() || lies_apart;
+        let mut take = |wanted: bool, elements: usize, size: usize| match wanted {
+            true => scratch.take(elements, size),
+            false => Ok(Arg::Null),
+        };
+        Ok(Self {
+            prologue: Prologue::new(p, pages, rows)?,
+            moved: take(moves, padded, size)?,
+            cache: [take(true, cached, code_size)?, take(true, cached, code_size)?],
+            scales: [take(of_rows.is_some(), scaled, 4)?, take(of_rows.is_some(), scaled, 4)?],
+            lengths: take(true, p.batch, DType::I32.size())?,
+            output: take(!p.has_single_tokens() || p.lse, padded, size)?,
+            lse: take(p.lse, p.batch * p.q_heads * p.q_len, DType::F32.size())?,
+        })
+    }
+
+    fn gather(&self, device: &DeviceInfo) -> Result<Launch> {
+        let (p, [k, v]) = (self.prologue.problem, self.cache);
+        let [k_scale, v_scale] = match p.has_row_scales() {
+            true => scale_tensors(p),
+            false => [("k_scale", Arg::Null), ("v_scale", Arg::Null)],
+        };
+        let arguments = [
+            ("present_k", k),
+            ("present_v", v),
+            ("lengths", self.lengths),
+            k_scale,
+            v_scale,
+            ("present_k_scale", self.scales[0]),
+            ("present_v_scale", self.scales[1]),
+        ];
+        let [.., width] = p.gathered()?.key_cache_shape(0);
+        let bytes = width * p.key_cache_dtype().size();
+        let row_vectors = u32_of("head size", bytes / Problem::VECTOR_BYTES)?;
+        let params = PagedParams { row_vectors, ..self.prologue.params };
+        let entry = find(Role::PagedGather, None, None)?;
+        self.prologue.launch(entry, &arguments, &params, device)
+    }
+
+    fn scatter(&self, device: &DeviceInfo) -> Result<Launch> {
+        let Prologue { problem, params, .. } = &self.prologue;
+        let arguments = [
+            ("rows", self.output),
+            ("row_lse", self.lse),
+            ("out", tensor(problem, TensorId::Output, 0)),
+            ("lse", tensor(problem, TensorId::Lse, 0)),
+        ];
+        let entry = find(Role::PagedScatter, None, None)?;
+        self.prologue.launch(entry, &arguments, params, device)
+    }
+
+    /// Where the call over gathered rows finds its tensors.
+    fn rebind(&self) -> Rebind {
+        let query = if self.moved == Arg::Null { self.prologue.rows.query.arg } else { self.moved };
+        Rebind(vec![
+            (TensorId::Query, query),
+            (TensorId::PresentKey, self.cache[0]),
+            (TensorId::PresentValue, self.cache[1]),
+            (TensorId::KRowScale, self.scales[0]),
+            (TensorId::VRowScale, self.scales[1]),
+            (TensorId::SeqlensK, self.lengths),
+            (TensorId::Output, self.output),
+            (TensorId::Lse, self.lse),
+        ])
+    }
+}

@@ -1,0 +1,74 @@
+//! Where the rows of a call are.
+
+use super::build::{strides, tensor};
+use super::launch::Arg;
+use crate::tensors::TensorId;
+use crate::{Problem, RowLayout};
+use gqa_kernels::params::Strides;
+
+/// Where a (batch, head, row) tensor of a launch is.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Operand {
+    pub(super) arg: Arg,
+    pub(super) strides: Strides,
+}
+
+impl Operand {
+    /// A tensor of the call, or the part of it where `layout` begins.
+    pub(super) fn tensor(problem: &Problem, id: TensorId, layout: RowLayout) -> Self {
+        let offset = layout.offset * problem.dtype.size();
+        Self { arg: tensor(problem, id, offset), strides: strides(layout) }
+    }
+}
+
+/// Where a call's rows are.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Rows {
+    pub(super) query: Operand,
+    /// New ones.
+    pub(super) key: Operand,
+    /// New ones.
+    pub(super) value: Operand,
+    /// Where attention finds K and V.
+    pub(super) attended: [Arg; 2],
+}
+
+impl Rows {
+    /// As the caller has them.
+    pub(super) fn given(p: &Problem) -> Self {
+        let (key, value) = if p.packed {
+            (TensorId::Query, TensorId::Query)
+        } else {
+            (TensorId::Key, TensorId::Value)
+        };
+        Self {
+            query: Operand::tensor(p, TensorId::Query, p.query_layout()),
+            key: Operand::tensor(p, key, p.key_layout()),
+            value: Operand::tensor(p, value, p.value_layout()),
+            attended: keys_and_values(p),
+        }
+    }
+
+    /// The tokens of one sequence as those of several, one behind the other.
+    pub(super) fn of_all_sequences(self) -> Self {
+        let together = |rows: Operand| {
+            let strides = Strides { batch: 0, ..rows.strides };
+            Operand { strides, ..rows }
+        };
+        Self {
+            query: together(self.query),
+            key: together(self.key),
+            value: together(self.value),
+            attended: self.attended,
+        }
+    }
+}
+
+/// Where K and V are that attention reads, if no launch puts them elsewhere.
+fn keys_and_values(p: &Problem) -> [Arg; 2] {
+    let [key, value] = match p.has_present() {
+        true => [TensorId::PresentKey, TensorId::PresentValue],
+        false => [TensorId::Key, TensorId::Value],
+    };
+    [tensor(p, key, 0), tensor(p, value, 0)]
+}

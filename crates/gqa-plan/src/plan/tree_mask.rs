@@ -1,0 +1,91 @@
+//! A mask over the new tokens where no kernel takes one: `tree_mask_rows` writes it as a mask over
+//! all keys, which others take.
+
+use super::build::{find, launch, tensor, u32_of};
+use super::contiguous::Composed;
+use super::device::DeviceInfo;
+use super::launch::{Arg, Launch};
+use super::options::PlanOptions;
+use super::rebind::Rebind;
+use super::scratch::Scratch;
+use crate::tensors::TensorId;
+use crate::{Bias, DType, Phase, Problem, ProblemFields, Result};
+use gqa_kernels::params::TreeMaskParams;
+use gqa_kernels::prologue::tree_mask_rows_grid;
+use gqa_kernels::registry::Role;
+
+/// The launches of a call over a contiguous KV cache.
+pub(super) fn compose(
+    problem: &Problem,
+    device: &DeviceInfo,
+    options: &PlanOptions,
+    scratch: &mut Scratch,
+) -> Result<Composed> {
+    let expanded = Expanded::new(problem, problem, device, scratch)?;
+    let call = Composed::of(&expanded.problem, device, options, scratch)?;
+    let rebind = Rebind(vec![expanded.mask()]);
+    let mut launches = vec![expanded.launch];
+    launches.extend(call.launches.into_iter().map(|launch| rebind.launch(launch)));
+    Ok(Composed { launches, ..call })
+}
+
+/// A mask over all keys.
+pub(super) struct Expanded {
+    /// What writes it.
+    pub(super) launch: Launch,
+    /// The call that takes it.
+    pub(super) problem: Problem,
+    mask: Arg,
+}
+
+impl Expanded {
+    /// Of a call whose tensors are `given`'s, and whose attention is `problem`'s.
+    pub(super) fn new(
+        given: &Problem,
+        problem: &Problem,
+        device: &DeviceInfo,
+        scratch: &mut Scratch,
+    ) -> Result<Self> {
+        let problem = masked(problem)?;
+        let elements = problem.bias_shape().unwrap_or_default().iter().product();
+        let mask = scratch.take(elements, DType::Bool.size())?;
+        let launch = mask_rows(given, &problem, mask, device)?;
+        Ok(Self { launch, problem, mask })
+    }
+
+    /// Where the call finds it.
+    pub(super) fn mask(&self) -> (TensorId, Arg) {
+        (TensorId::AttentionBias, self.mask)
+    }
+}
+
+/// The call with a mask over all keys, of which a vector is written at once.
+fn masked(problem: &Problem) -> Result<Problem> {
+    let columns = problem.total_len.next_multiple_of(Problem::VECTOR_BYTES);
+    let bias = Bias { batch: false, head: true, row: false, columns, boolean: true };
+    problem.derive(|call| ProblemFields { tree_mask: false, bias: Some(bias), ..call })
+}
+
+fn mask_rows(given: &Problem, masked: &Problem, mask: Arg, device: &DeviceInfo) -> Result<Launch> {
+    let (p, is_paged) = (given, given.pages.is_some());
+    let where_paged = |id, wanted| if wanted { tensor(p, id, 0) } else { Arg::Null };
+    let arguments = [
+        ("tree_mask", tensor(p, TensorId::TreeMask, 0)),
+        ("seqlens_k", where_paged(TensorId::SeqlensK, !is_paged)),
+        ("starts", tensor(p, TensorId::CumulativeSequenceLength, 0)),
+        ("past_seqlens", where_paged(TensorId::SeqlensK, is_paged)),
+        ("mask", mask),
+    ];
+    let columns = masked.bias.map_or(0, |bias| bias.columns);
+    let params = TreeMaskParams {
+        batch: u32_of("batch", p.batch)?,
+        q_len: u32_of("query rows", p.q_len)?,
+        columns: u32_of("columns of the mask", columns)?,
+        capacity: u32_of("rows of a sequence", p.capacity)?,
+        tokens: u32_of("tokens", p.pages.map_or(0, |pages| pages.tokens))?,
+        first_prompt: (p.phase == Phase::FirstPrompt).into(),
+        counts_new: p.pages.is_some_and(|pages| pages.counts_new).into(),
+    };
+    let grid = tree_mask_rows_grid(&params, device.multiprocessors);
+    launch(find(Role::TreeMaskRows, None, None)?, grid, &arguments, &params)
+}

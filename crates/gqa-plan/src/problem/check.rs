@@ -1,0 +1,348 @@
+//! What a call must be, however it was described: heads that agree, sizes that can be counted and
+//! addressed, and no two features that contradict each other. Errors have the names by which
+//! [`engine`](crate::engine) takes these numbers. What passes allocates no memory.
+
+use super::{
+    Alignment, CacheBinding, CallKind, Layout, Phase, Problem, ProblemFields, QkOutput, RowStrides,
+    Scales, Sink,
+};
+use crate::limits::{MAX_HEAD_SIZE, MAX_HEADS, addressable, check_rows};
+use crate::{DType, Error, QuantFormat, Result};
+
+/// Errs where a rule is broken; `why` has what was got and what is allowed.
+fn refuse<G: ToString, A: ToString>(
+    broken: bool,
+    argument: &'static str,
+    why: impl FnOnce() -> (G, A),
+) -> Result<()> {
+    if !broken {
+        return Ok(());
+    }
+    let (got, allowed) = why();
+    Err(Error::invalid(argument, got, allowed))
+}
+
+impl ProblemFields {
+    /// Errs unless the call can be computed as it is described.
+    pub(super) fn check(&self) -> Result<()> {
+        self.check_types()?;
+        self.check_heads()?;
+        self.check_sizes()?;
+        self.check_scores()?;
+        self.check_tree()?;
+        self.check_rotation()?;
+        self.check_cache()?;
+        self.check_pages()?;
+        self.check_strides()
+    }
+
+    fn attends(&self) -> bool {
+        matches!(self.computes, CallKind::Attention | CallKind::Cache)
+    }
+
+    fn is_external(&self) -> bool {
+        self.attends() && self.cache == CacheBinding::External
+    }
+
+    fn check_types(&self) -> Result<()> {
+        if matches!(self.computes, CallKind::Update(_)) {
+            return Ok(());
+        }
+        let allowed = "float32, float16, bfloat16, or float64 on the CPU";
+        refuse(!self.dtype.is_float(), "dtype", || (self.dtype, allowed))?;
+        refuse(!self.v_dtype.is_float(), "dtype", || (self.v_dtype, allowed))?;
+        let wider = !self.pages.is_some() && matches!(self.out_dtype, DType::F32 | DType::F8E4M3);
+        refuse(self.out_dtype != self.dtype && !wider, "output", || {
+            (self.out_dtype, format!("{}; float32 or float8e4m3fn in dense calls", self.dtype))
+        })
+    }
+
+    fn check_heads(&self) -> Result<()> {
+        let (query, kv, size) = (self.q_heads, self.kv_heads, self.head_size.max(self.v_head_size));
+        if !self.attends() {
+            return refuse(query != kv, "heads.query", || (query, format!("heads.kv = {kv}")));
+        }
+        let counts = || format!("1 to {MAX_HEADS}");
+        refuse(!(1..=MAX_HEADS).contains(&query), "heads.query", || (query, counts()))?;
+        refuse(!(1..=MAX_HEADS).contains(&kv), "heads.kv", || (kv, counts()))?;
+        refuse(query % kv != 0, "heads.kv", || {
+            (kv, format!("a divisor of heads.query = {query}"))
+        })?;
+        refuse(size > MAX_HEAD_SIZE, "heads.size", || (size, format!("up to {MAX_HEAD_SIZE}")))
+    }
+
+    /// Errs unless every tensor can be addressed, and its rows can be counted.
+    fn check_sizes(&self) -> Result<()> {
+        let size = self.head_size.max(self.v_head_size);
+        let Self { batch, q_heads, kv_heads, q_len, new_len, capacity, .. } = *self;
+        let columns = self.bias.map_or(0, |bias| bias.columns);
+        addressable("query", &[batch, q_heads, q_len, size])?;
+        addressable("key", &[batch, kv_heads, new_len, size])?;
+        addressable("present_key", &[batch, kv_heads, capacity, size])?;
+        addressable("attention_bias", &[batch, q_heads, q_len, columns])?;
+        addressable("longest", &[self.total_len])?;
+        if self.output_qk != QkOutput::None {
+            addressable("output_qk", &[batch, q_heads, q_len, self.total_len])?;
+        }
+        if matches!(self.computes, CallKind::Update(_)) {
+            return Ok(());
+        }
+        check_rows("query", &[batch, q_heads, q_len])?;
+        check_rows("key", &[batch, kv_heads, new_len])?;
+        check_rows("present_key", &[batch, kv_heads, capacity])
+    }
+
+    /// Errs where scores would be no numbers, and where what hides keys contradicts itself.
+    fn check_scores(&self) -> Result<()> {
+        let softcap = self.softcap.unwrap_or(1.0);
+        refuse(!self.scale.is_finite(), "scale", || (self.scale, "a finite number"))?;
+        refuse(!(softcap.is_finite() && softcap > 0.0), "softcap", || {
+            (softcap, "a finite number, 0 for none, or more")
+        })?;
+        refuse(self.window == Some(0), "window", || {
+            (0, "1 or more keys, the query's own included")
+        })?;
+        refuse(self.causal && self.right_window.is_some(), "right_window", || {
+            ("one", "none, as the call is causal")
+        })
+    }
+
+    fn check_tree(&self) -> Result<()> {
+        const MOST: usize = u64::BITS as usize;
+        if !self.tree_mask {
+            return Ok(());
+        }
+        let none = || ("one", "none, with tree_mask");
+        refuse(self.causal, "causal", || ("true", "false, with tree_mask"))?;
+        refuse(self.window.is_some(), "window", none)?;
+        refuse(self.bias.is_some(), "attention_bias", none)?;
+        refuse(self.output_qk != QkOutput::None, "output_qk", none)?;
+        refuse(self.q_len > MOST, "tree_mask", || {
+            (format!("{} new tokens of a sequence", self.q_len), "64 or fewer")
+        })
+    }
+
+    /// Errs unless query and key can be normalized and rotated as the call says.
+    fn check_rotation(&self) -> Result<()> {
+        let read = || ("one", "none, as keys and values are read where they are");
+        refuse(self.is_external() && self.rotary.is_some(), "rope", read)?;
+        refuse(self.is_external() && self.qk_norm.is_some(), "qk_norm", read)?;
+        let epsilon = self.qk_norm.map_or(1.0, |norm| norm.epsilon);
+        refuse(!(epsilon.is_finite() && epsilon > 0.0), "qk_norm", || {
+            (epsilon, "a finite number greater than 0")
+        })?;
+        let Some(rotary) = self.rotary else { return Ok(()) };
+        let (dim, size) = (rotary.dim, self.head_size);
+        let vectors = dim.is_multiple_of(16) && size.is_multiple_of(16) && dim > 0;
+        refuse(self.attends() && size % 16 != 0, "heads.size", || {
+            (size, "a multiple of 16, with rope")
+        })?;
+        refuse(
+            !dim.is_multiple_of(2) || dim > size || self.attends() && !vectors,
+            "rope.dim",
+            || (dim, format!("a multiple of 16 from 16 to heads.size = {size}")),
+        )?;
+        let columns = rotary.explicit.unwrap_or(self.q_len);
+        refuse(columns < self.q_len, "position_ids", || {
+            (format!("rows of {columns}"), format!("{} or more, the call's rows", self.q_len))
+        })?;
+        addressable("rope.positions", &[rotary.max_positions, dim / 2])
+    }
+
+    /// Whether values are as keys are.
+    fn has_like_values(&self) -> bool {
+        (self.v_head_size, self.v_dtype) == (self.head_size, self.dtype)
+    }
+
+    /// Errs unless the cache can be what it is said to be.
+    fn check_cache(&self) -> Result<()> {
+        if !self.attends() {
+            return self.check_plain();
+        }
+        let (capacity, external) = (self.capacity, self.is_external());
+        let holds = self.slides || self.pages.is_some() || self.total_len <= capacity;
+        refuse(!holds, "longest", || {
+            (self.total_len, format!("up to {capacity}, the rows of the cache"))
+        })?;
+        refuse(
+            external && (self.past_capacity > 0 || capacity != self.new_len),
+            "capacity",
+            || (capacity, format!("{}, the keys, as there is no cache", self.new_len)),
+        )?;
+        let packs = self.layout == Layout::Bsnh
+            && !external
+            && self.has_like_values()
+            && self.new_len == self.q_len;
+        refuse(self.packed && !packs, "packed", || {
+            ("true", "false, but in layout Bsnh, over a cache of keys and values alike")
+        })?;
+        self.check_appended()?;
+        let window = self.window.unwrap_or(capacity);
+        refuse(self.slides && window > capacity, "window", || {
+            (window, format!("up to {capacity}, the rows of a rolling KV cache"))
+        })?;
+        refuse(self.slides && self.output_qk != QkOutput::None, "output_qk", || {
+            ("one", "none, over a rolling KV cache")
+        })?;
+        let columns = self.bias.map_or(self.total_len, |bias| bias.columns);
+        refuse(self.slides && columns != self.total_len, "attention_bias", || {
+            (format!("{columns} columns"), format!("{}, over a rolling KV cache", self.total_len))
+        })?;
+        self.check_quantized()
+    }
+
+    /// Errs where a rotation alone, or an update of a cache alone, has what attention has.
+    fn check_plain(&self) -> Result<()> {
+        let plain = Self {
+            computes: self.computes,
+            v_dtype: self.v_dtype,
+            batch: self.batch,
+            q_heads: self.q_heads,
+            kv_heads: self.kv_heads,
+            head_size: self.head_size,
+            v_head_size: self.v_head_size,
+            q_len: self.q_len,
+            new_len: self.new_len,
+            total_len: self.total_len,
+            past_capacity: self.past_capacity,
+            capacity: self.capacity,
+            phase: self.phase,
+            cache: self.cache,
+            layout: self.layout,
+            strided: self.strided,
+            rotary: self.rotary,
+            ..Self::plain(self.operator, self.dtype)
+        };
+        let rotates = self.computes == CallKind::Rotation;
+        let explicit = self.rotary.is_some_and(|rotary| rotary.explicit.is_some());
+        let rows = match rotates {
+            true => self.cache == CacheBinding::External && explicit && self.has_like_values(),
+            false => self.cache == CacheBinding::Shared && self.rotary.is_none(),
+        };
+        refuse(!rows || *self != plain, "computes", || {
+            (format!("{:?}", self.computes), "a call that has nothing of attention's")
+        })
+    }
+
+    /// Errs unless new rows can be appended as the cache asks. Heads that are not whole vectors,
+    /// and values unlike keys, are only copied behind a past that is as long in every sequence.
+    fn check_appended(&self) -> Result<()> {
+        let (past, new, capacity) = (self.past_capacity, self.new_len, self.capacity);
+        refuse(self.slides && (past != capacity || new != self.q_len), "capacity", || {
+            (capacity, "that of the past, with new keys of all rows, in a rolling KV cache")
+        })?;
+        if self.is_external() {
+            return Ok(());
+        }
+        let own_rows = self.alignment == Alignment::Phase;
+        refuse(own_rows && new != self.q_len && new != 0, "new_len", || {
+            (new, format!("{}, the rows of queries, or 0", self.q_len))
+        })?;
+        if self.head_size.is_multiple_of(8) && self.has_like_values() && own_rows {
+            return Ok(());
+        }
+        let plain = self.rotary.is_none() && self.qk_norm.is_none() && self.quantized.is_none();
+        let copied = self.cache == CacheBinding::Separate && !self.slides && capacity == past + new;
+        refuse(!(plain && copied), "heads.size", || {
+            let sizes = format!("{} and {}", self.head_size, self.v_head_size);
+            (sizes, "a multiple of 8 for keys and values alike, but where past is only copied")
+        })
+    }
+
+    fn check_quantized(&self) -> Result<()> {
+        let Some(quantized) = self.quantized else { return Ok(()) };
+        let (size, elements) = (self.head_size, quantized.codes_per_element());
+        refuse(self.is_external() || !self.has_like_values(), "quantized", || {
+            ("one", "none, but over a cache of keys and values alike")
+        })?;
+        let is_whole = quantized.format != QuantFormat::Int4 || size.is_multiple_of(2);
+        refuse(!is_whole, "heads.size", || (size, "an even number, over 4-bit values"))?;
+        let moves_vectors = self.slides || self.pages.is_some();
+        let vectors = (size / elements).is_multiple_of(Problem::VECTOR_BYTES);
+        refuse(moves_vectors && !vectors, "heads.size", || {
+            let least = Problem::VECTOR_BYTES * elements;
+            (size, format!("a multiple of {least}, 16 bytes of quantized values"))
+        })?;
+        // Rows that are quantized apart, as a cache alone, have their scales beside them.
+        let is_apart = self.computes == CallKind::Cache && self.pages.is_none();
+        let is_beside = self.cache == CacheBinding::Shared && !self.slides || is_apart;
+        refuse(quantized.scales == Scales::PerToken && !is_beside, "quantized", || {
+            ("scales per token", "other scales, as past and present are not one cache")
+        })
+    }
+
+    /// Errs where a call over a paged KV cache is what dense calls alone can be.
+    fn check_pages(&self) -> Result<()> {
+        let Some(pages) = self.pages else { return Ok(()) };
+        let none = || ("one", "none, over a paged KV cache");
+        let explicit = self.rotary.is_some_and(|rotary| rotary.explicit.is_some());
+        refuse(self.sink == Sink::Zero, "sink", || {
+            ("Sink::Zero", "Sink::None or Sink::PerHead over a paged KV cache")
+        })?;
+        refuse(self.bias.is_some(), "attention_bias", none)?;
+        refuse(self.output_qk != QkOutput::None, "output_qk", none)?;
+        refuse(explicit, "position_ids", none)?;
+        let as_long = self.past_capacity == self.capacity && self.capacity == self.total_len;
+        let begun = self.phase != Phase::FirstPrompt && as_long;
+        let shared = self.cache == CacheBinding::Shared && !self.slides && begun;
+        let rows = self.layout == Layout::Bsnh && self.alignment == Alignment::Phase;
+        refuse(!(shared && rows && self.has_like_values()), "pages", || {
+            ("pages", "none, but in layout Bsnh, with one cache of keys and values alike")
+        })?;
+        let most = pages.per_sequence.saturating_mul(pages.block_size);
+        refuse(pages.tokens > 0 && pages.block_size == 0, "block_size", || (0, "1 or more"))?;
+        refuse(self.total_len > most.max(1), "longest", || {
+            (self.total_len, format!("up to {most}, the rows of a sequence's blocks"))
+        })?;
+        refuse(self.q_len > pages.tokens, "most_tokens", || {
+            (self.q_len, format!("up to {}, the tokens of all sequences", pages.tokens))
+        })?;
+        addressable("cache", &[pages.blocks, pages.block_size, self.kv_heads, self.head_size])?;
+        check_rows("cache", &[pages.blocks, pages.block_size, self.kv_heads])?;
+        check_rows("block_table", &[self.batch, pages.per_sequence])?;
+        // Row tiles of all sequences, the last of each only begun.
+        check_rows("query", &[pages.tokens.saturating_add(self.batch), self.q_heads])
+    }
+
+    fn check_strides(&self) -> Result<()> {
+        let Self { q_heads, kv_heads, q_len, new_len, head_size, v_head_size, .. } = *self;
+        let strided = self.strided;
+        let keys = self.row_dims(kv_heads, new_len, head_size);
+        let values = self.row_dims(kv_heads, new_len, v_head_size);
+        let outputs = self.row_dims(q_heads, q_len, v_head_size);
+        let queries = self.row_dims(q_heads, q_len, head_size);
+        self.check_tensor_strides("query", self.dtype, queries, strided.query)?;
+        self.check_tensor_strides("key", self.dtype, keys, strided.key)?;
+        self.check_tensor_strides("value", self.v_dtype, values, strided.value)?;
+        self.check_tensor_strides("output", self.out_dtype, outputs, strided.output)?;
+        let Some(strides) = strided.output else { return Ok(()) };
+        let got = || format!("{strides:?} of {outputs:?}");
+        refuse(self.pages.is_some(), "output", || (got(), "contiguous, over a paged KV cache"))?;
+        refuse(!strides.is_injective(outputs), "output", || {
+            (got(), "strides with which no elements overlap")
+        })
+    }
+
+    /// Errs unless a tensor of these dimensions can have these strides, if it has some: multiples
+    /// of 16 bytes that can be addressed.
+    fn check_tensor_strides(
+        &self,
+        name: &'static str,
+        dtype: DType,
+        dims: [usize; 4],
+        strides: Option<RowStrides>,
+    ) -> Result<()> {
+        const MOST: usize = isize::MAX as usize / 8;
+        let Some(strides) = strides else { return Ok(()) };
+        let apart = [strides.batch, strides.head, strides.row];
+        let refuse = |broken, allowed: &'static str| {
+            refuse(broken, name, || (format!("{strides:?} of {dims:?}"), allowed))
+        };
+        refuse(self.packed && name != "output", "contiguous, as the call is packed")?;
+        let vectors = apart.iter().all(|n| n % 16 * dtype.size() % 16 == 0);
+        refuse(!vectors, "strides of multiples of 16 bytes")?;
+        let mut extents = apart.map(Some).into_iter().chain([strides.extent(dims)]);
+        let addressable = extents.all(|extent| extent.is_some_and(|elements| elements <= MOST));
+        refuse(!addressable, "what can be addressed")
+    }
+}

@@ -1,0 +1,934 @@
+//! One validated call: plain numbers, no data.
+
+mod check;
+mod paged;
+mod sliding;
+
+use crate::{DType, Error, Result};
+pub use gqa_kernels::num::Format as QuantFormat;
+use std::borrow::Cow;
+use std::hash::{Hash, Hasher};
+use std::ops::{Deref, Range};
+
+/// What `seqlens_k` means for this call's rows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Phase {
+    /// `sequence_length == total_sequence_length`: no past, right-padded.
+    FirstPrompt,
+    /// More than one new row after a past (chunked prefill, speculative decoding).
+    SubsequentPrompt,
+    /// One new row after a past.
+    TokenGeneration,
+}
+
+/// Where query rows stand among the keys. What a row sees depends on its position.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Alignment {
+    /// As [`Phase`] says: a first prompt begins at position 0, and its rows at or behind the
+    /// sequence's length are padding; other rows are the sequence's last.
+    Phase,
+    /// Row 0 has that position in every sequence, however long that is; there is no padding.
+    Past(usize),
+    /// The rows are the sequence's last. Where it is shorter than they are many, the first stand
+    /// before key 0.
+    End,
+}
+
+/// What a call leaves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum CallKind {
+    /// Attention's outputs and the cache.
+    Attention,
+    /// As output, the rotated query.
+    Rotation,
+    /// The cache, with new rows.
+    Cache,
+    /// A cache in place, with the rows of an update where each sequence wants them. Rows are of any
+    /// type; where `v_head_size` is 0 there is one tensor, key and present_key.
+    Update(WriteMode),
+}
+
+/// What becomes of rows that are written behind a cache's last one.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum WriteMode {
+    /// There are none.
+    #[default]
+    Linear,
+    /// They go to the first rows of the cache, which counts on from its end.
+    Circular,
+}
+
+/// Where present_key and present_value live.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum CacheBinding {
+    /// Present is past: new rows are appended in place, all other rows stay untouched.
+    Shared,
+    /// Past is copied, new rows follow, rows behind the sequence's length are zero.
+    Separate,
+    /// There is none: key and value are all there is, in the call's layout, and attention reads
+    /// them where they are.
+    External,
+}
+
+/// Order of the dimensions of query, key, value and output.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Layout {
+    /// (batch, sequence, heads · head_size), as ONNX has it.
+    #[default]
+    Bsnh,
+    /// (batch, heads, sequence, head_size).
+    Bnsh,
+}
+
+impl Layout {
+    /// Of tensors with that many dimensions.
+    pub fn of_rank(rank: usize) -> Option<Self> {
+        match rank {
+            3 => Some(Self::Bsnh),
+            4 => Some(Self::Bnsh),
+            _ => None,
+        }
+    }
+}
+
+/// Rotary embedding of query and key.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Rotary {
+    /// Leading elements of each head that rotate.
+    pub dim: usize,
+    /// Pairs are (2i, 2i+1) rather than (i, i + dim/2).
+    pub interleaved: bool,
+    /// Rows of cos_cache and sin_cache.
+    pub max_positions: usize,
+    /// Row length of position_ids where given; else position = past + row.
+    pub explicit: Option<usize>,
+}
+
+/// Normalisation of each head's rows of query and key by their root mean square, before they rotate
+/// (QK-norm).
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct QkNorm {
+    /// Added to the mean of squares.
+    pub epsilon: f32,
+}
+
+/// A cache that holds codes: each times its scale is a number (`gqa_kernels::num::Code` says how).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Quantization {
+    /// What the quantized values are.
+    pub format: QuantFormat,
+    /// What each of their scales is for.
+    pub scales: Scales,
+}
+
+/// What each scale of a quantized KV cache is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Scales {
+    /// All of the cache: one element.
+    PerTensor,
+    /// A KV head: (KV heads).
+    PerHead,
+    /// A channel, which is an element of a KV head: (KV heads, head_size).
+    PerChannel,
+    /// A row of the cache: a token's of a KV head. They lie beside the cache, as it does but for
+    /// its last dimension, and are part of it: a call that appends rows writes the scales of these.
+    ///
+    /// A row's scale is its largest absolute value divided by the largest quantized value there is
+    /// (127, 7 or 448), and 1 where that is no normal number: of rows of zeros, of such small
+    /// numbers that it would be subnormal, and of rows with an infinity. NaN is not looked at.
+    PerToken,
+}
+
+impl Scales {
+    /// How many there are; none that could be counted without the cache where each row has its own.
+    pub fn count(self, kv_heads: usize, head_size: usize) -> Option<usize> {
+        match self {
+            Self::PerTensor => Some(1),
+            Self::PerHead => Some(kv_heads),
+            Self::PerChannel => Some(kv_heads.saturating_mul(head_size)),
+            Self::PerToken => None,
+        }
+    }
+}
+
+impl Quantization {
+    /// Element type of the cache's tensors.
+    pub fn dtype(self) -> DType {
+        match self.format {
+            QuantFormat::Int8 => DType::I8,
+            QuantFormat::Int4 => DType::U8,
+            QuantFormat::Float8 => DType::F8E4M3,
+        }
+    }
+
+    /// Quantized values of an element of the cache's tensors.
+    pub fn codes_per_element(self) -> usize {
+        if self.format == QuantFormat::Int4 { 2 } else { 1 }
+    }
+}
+
+/// A paged KV cache, and sequences whose new tokens lie one behind the other: `query`, `key`,
+/// `value` and `output` are (tokens, heads · head_size), the cache is (blocks, rows of a block, KV
+/// heads, head_size).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Pages {
+    /// New tokens of all sequences.
+    pub tokens: usize,
+    /// Blocks of the cache.
+    pub blocks: usize,
+    /// Rows of a block.
+    pub block_size: usize,
+    /// Blocks of a sequence at most: columns of block_table.
+    pub per_sequence: usize,
+    /// slot_mapping says where new rows go, rather than block_table.
+    pub slots: bool,
+    /// Lengths count the new tokens, rather than the rows before them.
+    pub counts_new: bool,
+}
+
+impl Pages {
+    /// The rows of a sequence of `past` rows and `new` tokens that some token sees.
+    pub fn rows_read(window: Option<usize>, past: usize, new: usize) -> Range<usize> {
+        match new {
+            0 => 0..0,
+            _ => window.map_or(0, |window| (past + 1).saturating_sub(window))..past + new,
+        }
+    }
+
+    /// The blocks of those rows. Blocks wholly before the window may have been given to other
+    /// sequences.
+    pub fn blocks_read(&self, window: Option<usize>, past: usize, new: usize) -> Range<usize> {
+        let rows = Self::rows_read(window, past, new);
+        rows.start / self.block_size..rows.end.div_ceil(self.block_size)
+    }
+}
+
+/// The extra logit in the softmax denominator.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Sink {
+    /// None.
+    None,
+    /// Zero for every head: smooth softmax.
+    Zero,
+    /// `head_sink[query head]`.
+    PerHead,
+}
+
+/// attention_bias or attn_mask: (B or 1, N or 1, S or 1, columns).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Bias {
+    /// One for all batch entries.
+    pub batch: bool,
+    /// One for all query heads.
+    pub head: bool,
+    /// One for all query rows.
+    pub row: bool,
+    /// Row length. Keys from there on are hidden.
+    pub columns: usize,
+    /// Booleans that hide keys where they are false, rather than numbers to be added.
+    pub boolean: bool,
+}
+
+impl Bias {
+    /// Bytes of a row, if numbers have the type `dtype`.
+    pub fn row_bytes(&self, dtype: DType) -> usize {
+        self.columns * if self.boolean { 1 } else { dtype.size() }
+    }
+}
+
+/// What output_qk receives.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum QkOutput {
+    /// Not wanted.
+    None,
+    /// After scale, softcap and bias; masked entries 0.
+    BeforeSoftmax,
+    /// Softmax weights; masked entries 0.
+    AfterSoftmax,
+    /// After scale, for every key there is, masked or not.
+    Scaled,
+    /// After scale and softcap, for every key there is, masked or not.
+    Capped,
+    /// After scale, softcap and bias; masked entries -inf.
+    Biased,
+}
+
+/// Element distances of a (batch, head, row) tensor and where its first element is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct RowLayout {
+    /// Index of (0, 0, 0).
+    pub offset: usize,
+    /// From one batch entry to the next.
+    pub batch: usize,
+    /// From one head to the next.
+    pub head: usize,
+    /// From one row to the next.
+    pub row: usize,
+}
+
+impl RowLayout {
+    /// The same place with other strides, if there are some.
+    fn with(self, strides: Option<RowStrides>) -> Self {
+        let RowStrides { batch, head, row } = strides.unwrap_or(self.into());
+        Self { offset: self.offset, batch, head, row }
+    }
+
+    /// Index of the first element of a head's row.
+    pub fn at(&self, batch: usize, head: usize, row: usize) -> usize {
+        self.offset + batch * self.batch + head * self.head + row * self.row
+    }
+}
+
+/// Element distances of a (batch, head, row) tensor whose heads are contiguous.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct RowStrides {
+    /// From one batch entry to the next.
+    pub batch: usize,
+    /// From one head to the next.
+    pub head: usize,
+    /// From one row to the next.
+    pub row: usize,
+}
+
+impl From<RowLayout> for RowStrides {
+    fn from(RowLayout { batch, head, row, .. }: RowLayout) -> Self {
+        Self { batch, head, row }
+    }
+}
+
+impl RowStrides {
+    /// Elements from the first to behind the last of a tensor with these strides.
+    pub fn extent(self, [batch, heads, rows, size]: [usize; 4]) -> Option<usize> {
+        if [batch, heads, rows, size].contains(&0) {
+            return Some(0);
+        }
+        let steps = [(batch, self.batch), (heads, self.head), (rows, self.row)];
+        steps
+            .into_iter()
+            .try_fold(size, |extent, (n, stride)| extent.checked_add((n - 1).checked_mul(stride)?))
+    }
+
+    /// Whether no element of such a tensor is another one, too.
+    fn is_injective(self, [batch, heads, rows, size]: [usize; 4]) -> bool {
+        let mut steps = [(self.batch, batch), (self.head, heads), (self.row, rows)];
+        steps.sort_unstable();
+        let mut moving = steps.into_iter().filter(|&(_, n)| n > 1);
+        let behind = moving.try_fold(size, |behind, (stride, n)| {
+            let apart = (stride >= behind).then_some(behind)?;
+            apart.checked_add((n - 1).checked_mul(stride)?)
+        });
+        behind.is_some()
+    }
+}
+
+/// Strides of tensors in device memory that are not contiguous, such as slices of a larger tensor.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub struct Strided {
+    /// Of query.
+    pub query: Option<RowStrides>,
+    /// Of key.
+    pub key: Option<RowStrides>,
+    /// Of value.
+    pub value: Option<RowStrides>,
+    /// Of output.
+    pub output: Option<RowStrides>,
+}
+
+/// A call whose sizes and features are legal and agree. A [layer](crate::engine::Layer) makes it of
+/// an engine's call, an ONNX operator of its tensors, and [`new`](Self::new) of its
+/// [fields](ProblemFields). These can be read, and never written: plans rely on what was checked.
+///
+/// ```compile_fail,E0594
+/// # fn example(problem: &mut gqa_plan::Problem) {
+/// problem.kv_heads = 0;
+/// # }
+/// ```
+/// ```compile_fail,E0423
+/// # fn example(problem: gqa_plan::ProblemFields) {
+/// gqa_plan::Problem(problem);
+/// # }
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Problem(ProblemFields);
+
+impl Deref for Problem {
+    type Target = ProblemFields;
+
+    fn deref(&self) -> &ProblemFields {
+        &self.0
+    }
+}
+
+/// What there is to know of a [`Problem`].
+#[derive(Clone, Debug, PartialEq)]
+pub struct ProblemFields {
+    /// The operator's name.
+    pub operator: &'static str,
+    /// What it computes.
+    pub computes: CallKind,
+    /// Type of query, key, bias, sink, output_qk, and of the key cache unless that is quantized.
+    pub dtype: DType,
+    /// Type of value and value cache, likewise. Not that of the others in some calls of ONNX
+    /// Attention only.
+    pub v_dtype: DType,
+    /// Type of output: `dtype`, or float32 or float8e4m3fn where GroupQueryAttention is asked for
+    /// that.
+    pub out_dtype: DType,
+    /// B
+    pub batch: usize,
+    /// N
+    pub q_heads: usize,
+    /// Nk; divides N.
+    pub kv_heads: usize,
+    /// H, of query and key: a multiple of 8 in GroupQueryAttention.
+    pub head_size: usize,
+    /// Of value and output; H in GroupQueryAttention.
+    pub v_head_size: usize,
+    /// S: query rows per batch entry.
+    pub q_len: usize,
+    /// L: new K and V rows per batch entry. In GroupQueryAttention S, or 0 where the cache already
+    /// holds all rows.
+    pub new_len: usize,
+    /// T: the batch's longest sequence; columns of output_qk.
+    pub total_len: usize,
+    /// P: rows of past_key and past_value; 0 where absent.
+    pub past_capacity: usize,
+    /// Rows of present_key and present_value; of key and value where the cache is external.
+    pub capacity: usize,
+    /// What the rows are.
+    pub phase: Phase,
+    /// Positions of the rows.
+    pub alignment: Alignment,
+    /// Where present lives.
+    pub cache: CacheBinding,
+    /// The cache may be shorter than a sequence: it holds the newest rows, `window` of them or
+    /// more, from its row 0 on. Otherwise row `j` of a sequence is row `j` of the cache.
+    pub slides: bool,
+    /// Blocks that the cache consists of; then a sequence has up to `q_len` new tokens and
+    /// `total_len` in all.
+    pub pages: Option<Pages>,
+    /// What the cache holds instead of numbers.
+    pub quantized: Option<Quantization>,
+    /// Query, key and value are one tensor, all Q heads, then all K heads, then all V heads.
+    pub packed: bool,
+    /// Order of the dimensions of query, key, value and output.
+    pub layout: Layout,
+    /// Those of query, key, value and output that are not contiguous.
+    pub strided: Strided,
+    /// Normalisation of query and key.
+    pub qk_norm: Option<QkNorm>,
+    /// Rotary embedding.
+    pub rotary: Option<Rotary>,
+    /// Factor on q·k, resolved; as exact as the default is where values are float64.
+    pub scale: f64,
+    /// Scores become softcap · tanh(score / softcap).
+    pub softcap: Option<f32>,
+    /// A query at position p sees keys from p - window + 1 on: that many, its own included.
+    pub window: Option<usize>,
+    /// A query at position p sees keys up to p + right_window. `None` where causal.
+    pub right_window: Option<usize>,
+    /// A query at position p sees keys 0..=p; otherwise all valid keys.
+    pub causal: bool,
+    /// Extra logit.
+    pub sink: Sink,
+    /// Additive bias or boolean mask.
+    pub bias: Option<Bias>,
+    /// Which new tokens a token sees is what tree_mask says; then the call is not causal.
+    pub tree_mask: bool,
+    /// Score output.
+    pub output_qk: QkOutput,
+    /// Whether log-sum-exp is wanted.
+    pub lse: bool,
+    /// The launch ahead of this call writes nothing that the call reads but query, key and value,
+    /// so that all else may be read while that one still runs.
+    pub prefetch_cache: bool,
+    /// Where the cache holds float8e4m3fn, queries and weights may be rounded to that type, too.
+    pub float8_products: bool,
+}
+
+/// Its numbers are never NaN.
+impl Eq for ProblemFields {}
+
+impl Hash for ProblemFields {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        // What varies between the calls of a program.
+        [self.batch, self.q_heads, self.kv_heads, self.head_size].hash(state);
+        [self.q_len, self.new_len, self.total_len, self.past_capacity, self.capacity].hash(state);
+        (self.operator, self.dtype, self.packed, self.window, self.slides, self.quantized)
+            .hash(state);
+        self.strided.hash(state);
+        self.pages.hash(state);
+    }
+}
+
+impl ProblemFields {
+    /// A call of no size, without anything that a call may have: what the operators start from.
+    pub const fn plain(operator: &'static str, dtype: DType) -> Self {
+        Self {
+            operator,
+            computes: CallKind::Attention,
+            dtype,
+            v_dtype: dtype,
+            out_dtype: dtype,
+            batch: 0,
+            q_heads: 0,
+            kv_heads: 0,
+            head_size: 0,
+            v_head_size: 0,
+            q_len: 0,
+            new_len: 0,
+            total_len: 0,
+            past_capacity: 0,
+            capacity: 0,
+            phase: Phase::FirstPrompt,
+            alignment: Alignment::Phase,
+            cache: CacheBinding::External,
+            slides: false,
+            pages: None,
+            quantized: None,
+            packed: false,
+            layout: Layout::Bsnh,
+            strided: Strided { query: None, key: None, value: None, output: None },
+            qk_norm: None,
+            rotary: None,
+            scale: 1.0,
+            softcap: None,
+            window: None,
+            right_window: None,
+            causal: false,
+            sink: Sink::None,
+            bias: None,
+            tree_mask: false,
+            output_qk: QkOutput::None,
+            lse: false,
+            prefetch_cache: false,
+            float8_products: false,
+        }
+    }
+
+    /// Batch entries, heads, rows and head size of a tensor of so many heads and rows of each batch
+    /// entry. Over a paged KV cache the tokens of all sequences are rows of one batch entry.
+    pub(crate) fn row_dims(&self, heads: usize, rows: usize, size: usize) -> [usize; 4] {
+        match self.pages {
+            Some(pages) => [1, heads, pages.tokens, size],
+            None => [self.batch, heads, rows, size],
+        }
+    }
+}
+
+impl Problem {
+    /// The call, checked: heads agree, sizes can be counted and addressed, and no two features
+    /// contradict each other.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] names what is not allowed as [`engine`](crate::engine) takes it.
+    pub fn new(fields: ProblemFields) -> Result<Self> {
+        fields.check().map(|()| Self(fields))
+    }
+
+    /// A call that follows from this one.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new): what follows may be larger, as lengths that are rounded up are.
+    pub fn derive(&self, change: impl FnOnce(ProblemFields) -> ProblemFields) -> Result<Self> {
+        Self::new(change(self.0.clone()))
+    }
+
+    /// The same call on tensors in device memory that are not contiguous.
+    ///
+    /// # Errors
+    /// Where strides are not multiples of 16 bytes, where elements of the output would overlap,
+    /// where tensors cannot be addressed, where the call is packed, and where the output of a call
+    /// over a paged KV cache is not contiguous.
+    pub fn with_strides(&self, strided: Strided) -> Result<Self> {
+        self.derive(|call| ProblemFields { strided, ..call })
+    }
+
+    /// The same call where the int64 tensor tree_mask, of shape (B, S) or over a paged KV cache
+    /// (tokens of all sequences), says which new tokens of its sequence each new token sees: number
+    /// `j` where bit `j` is set.
+    ///
+    /// # Errors
+    /// Where the call is not causal, or has a window, an attention_bias or output_qk, and where a
+    /// sequence may have more than 64 new tokens.
+    pub fn with_tree_mask(&self) -> Result<Self> {
+        if !self.causal {
+            return Err(Error::invalid("causal", "false", "true, with tree_mask"));
+        }
+        self.derive(|call| ProblemFields { tree_mask: true, causal: false, ..call })
+    }
+
+    /// The same call on contiguous tensors, as tensors in host memory are.
+    pub fn contiguous(&self) -> Cow<'_, Self> {
+        match self.strided == Strided::default() {
+            true => Cow::Borrowed(self),
+            // Strides are no part of what `check` looks at.
+            false => {
+                Cow::Owned(Self(ProblemFields { strided: Strided::default(), ..self.0.clone() }))
+            }
+        }
+    }
+
+    /// The same call for sequences of up to `total_len` tokens, so that its plan serves all decode
+    /// steps up to there.
+    ///
+    /// # Errors
+    /// Where the meaning of a tensor depends on the longest sequence: a first prompt, a cache that
+    /// is not shared, an attention_bias or output_qk; and where the cache is shorter.
+    pub fn with_total_len(&self, total_len: usize) -> Result<Self> {
+        let argument = "total_sequence_length";
+        if !self.grows() {
+            let allowed = format!("{}, as this call's tensors depend on it", self.total_len);
+            return Err(Error::invalid(argument, total_len, allowed));
+        }
+        let most = if self.slides { i32::MAX as usize } else { self.capacity };
+        if !(self.q_len..=most).contains(&total_len) {
+            let allowed = format!("{} to {most}, as the cache holds", self.q_len);
+            return Err(Error::invalid(argument, total_len, allowed));
+        }
+        Self::new(ProblemFields { total_len, ..self.0.clone() })
+    }
+
+    /// The same call when its new rows are in the cache already, which present_key and
+    /// present_value hold: nothing is appended. Over a paged KV cache there are no tensors key and
+    /// value then.
+    pub fn appended(&self) -> Self {
+        // Of what `check` looks at, only rows of key become fewer.
+        Self(ProblemFields { new_len: 0, cache: CacheBinding::Shared, ..self.0.clone() })
+    }
+
+    /// Whether a call over a paged KV cache leaves that as it is.
+    pub fn reads_pages_only(&self) -> bool {
+        self.pages.is_some() && self.new_len == 0 && self.q_len > 0
+    }
+
+    /// Whether a sequence may bring more tokens than it has rows.
+    pub fn may_lack_rows(&self) -> bool {
+        self.reads_pages_only() && (self.causal || self.tree_mask)
+    }
+
+    /// Whether nothing but the choice of kernels depends on the longest sequence.
+    pub fn grows(&self) -> bool {
+        self.cache == CacheBinding::Shared
+            && self.pages.is_none()
+            && self.computes == CallKind::Attention
+            && self.alignment == Alignment::Phase
+            && self.phase != Phase::FirstPrompt
+            && self.output_qk == QkOutput::None
+            && self.bias.is_none()
+    }
+
+    /// Whether output is float32 where kernels compute with another type.
+    pub fn widens_output(&self) -> bool {
+        self.out_dtype == DType::F32 && self.dtype != DType::F32
+    }
+
+    /// Whether output is quantized: output_scale times what it holds.
+    pub fn quantizes_output(&self) -> bool {
+        self.computes == CallKind::Attention && self.out_dtype == DType::F8E4M3
+    }
+
+    /// Whether nothing is left to compute or to write: no row of a query, and none of a cache.
+    pub fn is_empty(&self) -> bool {
+        let rows = self.pages.map_or(self.q_len, |pages| pages.tokens);
+        let copies = self.cache == CacheBinding::Separate && self.batch * self.capacity > 0;
+        [self.batch, self.q_heads, rows, self.head_size].contains(&0) && !copies
+    }
+
+    /// What is left of a call without query rows: what becomes of its cache.
+    pub fn cache_alone(&self) -> Result<Self> {
+        self.derive(|call| ProblemFields {
+            computes: CallKind::Cache,
+            qk_norm: None,
+            rotary: None,
+            ..call
+        })
+    }
+
+    /// Query heads per KV head.
+    pub fn group(&self) -> usize {
+        self.q_heads / self.kv_heads.max(1)
+    }
+
+    /// Query rows of one KV head: those of all query heads that share it.
+    pub fn packed_rows(&self) -> usize {
+        self.q_len.saturating_mul(self.group())
+    }
+
+    /// Keys of the longest sequence at most, as kernels count them.
+    pub fn most_keys(&self) -> u32 {
+        u32::try_from(self.total_len).unwrap_or(u32::MAX)
+    }
+
+    /// The scale for kernels that scale hidden scores, -inf, too: never 0, nor a number that single
+    /// precision flushes to 0.
+    pub fn least_scale(&self) -> f32 {
+        const LEAST: f32 = 1e-30;
+        let scale = self.scale as f32;
+        if scale.abs() < LEAST { LEAST.copysign(scale) } else { scale }
+    }
+
+    /// The softcap as single precision can compute with it; 0: none. One that no score feels is
+    /// none, and with a smaller one than the least all scores are alike anyway.
+    pub fn softcap_in_f32(&self) -> f32 {
+        const LEAST: f32 = 1e-30;
+        const UNFELT: f32 = 1e20;
+        self.softcap.filter(|cap| *cap < UNFELT).map_or(0.0, |cap| cap.max(LEAST))
+    }
+
+    /// Whether there are present tensors.
+    pub fn has_present(&self) -> bool {
+        self.cache != CacheBinding::External
+    }
+
+    /// Shape of a tensor with `heads` heads of `size` elements and `rows` rows in this call's
+    /// layout.
+    fn shape(&self, heads: usize, rows: usize, size: usize) -> Vec<usize> {
+        if let Some(pages) = self.pages {
+            return vec![pages.tokens, heads * size];
+        }
+        match self.layout {
+            Layout::Bsnh => vec![self.batch, rows, heads * size],
+            Layout::Bnsh => vec![self.batch, heads, rows, size],
+        }
+    }
+
+    /// Shape of query, unpacked.
+    pub fn query_shape(&self) -> Vec<usize> {
+        self.shape(self.q_heads, self.q_len, self.head_size)
+    }
+
+    /// Shape of query that holds keys and values too.
+    pub fn packed_shape(&self) -> Vec<usize> {
+        self.shape(self.q_heads + 2 * self.kv_heads, self.q_len, self.head_size)
+    }
+
+    /// Shape of key.
+    pub fn key_shape(&self) -> Vec<usize> {
+        self.shape(self.kv_heads, self.new_len, self.head_size)
+    }
+
+    /// Shape of value.
+    pub fn value_shape(&self) -> Vec<usize> {
+        self.shape(self.kv_heads, self.new_len, self.v_head_size)
+    }
+
+    /// Shape of output.
+    pub fn output_shape(&self) -> Vec<usize> {
+        self.shape(self.q_heads, self.q_len, self.v_head_size)
+    }
+
+    /// Shape of present_key, or of past_key with `rows` rows.
+    pub fn key_cache_shape(&self, rows: usize) -> [usize; 4] {
+        self.cache_shape(rows, self.head_size)
+    }
+
+    /// Shape of present_value, or of past_value with `rows` rows.
+    pub fn value_cache_shape(&self, rows: usize) -> [usize; 4] {
+        self.cache_shape(rows, self.v_head_size)
+    }
+
+    fn cache_shape(&self, rows: usize, size: usize) -> [usize; 4] {
+        match self.pages {
+            Some(pages) => [pages.blocks, pages.block_size, self.kv_heads, self.cached(size)],
+            None => [self.batch, self.kv_heads, rows, self.cached(size)],
+        }
+    }
+
+    /// Elements of a cache's tensor that hold so many numbers.
+    fn cached(&self, numbers: usize) -> usize {
+        numbers / self.quantized.map_or(1, Quantization::codes_per_element)
+    }
+
+    /// Element type of present_key.
+    pub fn key_cache_dtype(&self) -> DType {
+        self.quantized.map_or(self.dtype, Quantization::dtype)
+    }
+
+    /// Element type of present_value.
+    pub fn value_cache_dtype(&self) -> DType {
+        self.quantized.map_or(self.v_dtype, Quantization::dtype)
+    }
+
+    /// Elements of k_scale, and of v_scale, where these are read only; their shape does not matter.
+    pub fn scales(&self) -> Option<usize> {
+        self.quantized.and_then(|how| how.scales.count(self.kv_heads, self.head_size))
+    }
+
+    /// Whether each row of the cache has a scale of its own.
+    pub fn has_row_scales(&self) -> bool {
+        self.quantized.is_some_and(|how| how.scales == Scales::PerToken)
+    }
+
+    /// Shape of k_scale, and of v_scale, where each row of the cache has its own: that of the cache
+    /// without its last dimension.
+    pub fn row_scales_shape(&self) -> Option<[usize; 3]> {
+        let [outer, middle, inner, _] = self.key_cache_shape(self.capacity);
+        self.has_row_scales().then_some([outer, middle, inner])
+    }
+
+    /// Shape of output_qk.
+    pub fn scores_shape(&self) -> [usize; 4] {
+        [self.batch, self.q_heads, self.q_len, self.total_len]
+    }
+
+    /// Whether something besides positions hides keys, or adds to scores.
+    pub fn has_mask(&self) -> bool {
+        self.bias.is_some() || self.tree_mask
+    }
+
+    /// Shape of tree_mask: (B, S), or over a paged KV cache (tokens of all sequences).
+    pub fn tree_mask_shape(&self) -> Vec<usize> {
+        match self.pages {
+            Some(pages) => vec![pages.tokens],
+            None => vec![self.batch, self.q_len],
+        }
+    }
+
+    /// Shape of lse: (B, N, S), or over a paged KV cache (N, tokens of all sequences).
+    pub fn lse_shape(&self) -> Vec<usize> {
+        match self.pages {
+            Some(pages) => vec![self.q_heads, pages.tokens],
+            None => vec![self.batch, self.q_heads, self.q_len],
+        }
+    }
+
+    /// Layout of a dense tensor with `heads` heads of `h` elements and `rows` rows.
+    fn rows_layout(&self, heads: usize, rows: usize, h: usize) -> RowLayout {
+        match self.layout {
+            Layout::Bsnh => {
+                RowLayout { offset: 0, batch: rows * heads * h, head: h, row: heads * h }
+            }
+            Layout::Bnsh => {
+                RowLayout { offset: 0, batch: heads * rows * h, head: rows * h, row: h }
+            }
+        }
+    }
+
+    /// Where head number `first` of the packed tensor starts, and its strides.
+    fn packed_layout(&self, first: usize) -> RowLayout {
+        let row = (self.q_heads + 2 * self.kv_heads) * self.head_size;
+        RowLayout {
+            offset: first * self.head_size,
+            batch: self.q_len * row,
+            head: self.head_size,
+            row,
+        }
+    }
+
+    /// Query heads inside the `query` input.
+    pub fn query_layout(&self) -> RowLayout {
+        if self.packed {
+            self.packed_layout(0)
+        } else {
+            let dense = self.rows_layout(self.q_heads, self.q_len, self.head_size);
+            dense.with(self.strided.query)
+        }
+    }
+
+    /// New keys: inside `key`, or inside `query` where packed.
+    pub fn key_layout(&self) -> RowLayout {
+        if self.packed {
+            self.packed_layout(self.q_heads)
+        } else {
+            let dense = self.rows_layout(self.kv_heads, self.new_len, self.head_size);
+            dense.with(self.strided.key)
+        }
+    }
+
+    /// New values: inside `value`, or inside `query` where packed.
+    pub fn value_layout(&self) -> RowLayout {
+        if self.packed {
+            self.packed_layout(self.q_heads + self.kv_heads)
+        } else {
+            let dense = self.rows_layout(self.kv_heads, self.new_len, self.v_head_size);
+            dense.with(self.strided.value)
+        }
+    }
+
+    /// The output.
+    pub fn output_layout(&self) -> RowLayout {
+        let dense = self.rows_layout(self.q_heads, self.q_len, self.v_head_size);
+        dense.with(self.strided.output)
+    }
+
+    /// A BNSH cache of `rows` key rows, in numbers, not in elements of its tensor; of value rows
+    /// too where these are as long.
+    pub fn cache_layout(&self, rows: usize) -> RowLayout {
+        self.bnsh(rows, self.head_size)
+    }
+
+    fn bnsh(&self, rows: usize, h: usize) -> RowLayout {
+        RowLayout { offset: 0, batch: self.kv_heads * rows * h, head: rows * h, row: h }
+    }
+
+    /// The keys that attention reads: present_key, or key where the cache is external.
+    pub fn keys_read(&self) -> RowLayout {
+        if self.has_present() { self.cache_layout(self.capacity) } else { self.key_layout() }
+    }
+
+    /// The values that attention reads.
+    pub fn values_read(&self) -> RowLayout {
+        if self.has_present() {
+            self.bnsh(self.capacity, self.v_head_size)
+        } else {
+            self.value_layout()
+        }
+    }
+
+    /// Shape of attention_bias or attn_mask with four dimensions.
+    pub fn bias_shape(&self) -> Option<[usize; 4]> {
+        let bias = self.bias?;
+        let dim = |broadcast, n| if broadcast { 1 } else { n };
+        let leading = [(bias.batch, self.batch), (bias.head, self.q_heads), (bias.row, self.q_len)];
+        let [b, n, s] = leading.map(|(broadcast, n)| dim(broadcast, n));
+        Some([b, n, s, bias.columns])
+    }
+
+    /// Rows of attention_bias or attn_mask; what broadcasts does not move.
+    pub fn bias_layout(&self) -> Option<RowLayout> {
+        let (bias, [_, n, s, columns]) = (self.bias?, self.bias_shape()?);
+        let stride = |broadcast, n| if broadcast { 0 } else { n };
+        Some(RowLayout {
+            offset: 0,
+            batch: stride(bias.batch, n * s * columns),
+            head: stride(bias.head, s * columns),
+            row: stride(bias.row, columns),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_call_that_follows_from_another_is_checked() {
+        let largest = ProblemFields {
+            batch: 1,
+            q_heads: 1,
+            kv_heads: 1,
+            head_size: 8,
+            v_head_size: 8,
+            q_len: 1 << 30,
+            new_len: 1 << 30,
+            total_len: (1 << 30) + 1,
+            past_capacity: 1 << 30,
+            capacity: 1 << 30,
+            phase: Phase::SubsequentPrompt,
+            cache: CacheBinding::Shared,
+            slides: true,
+            window: Some(16),
+            ..ProblemFields::plain("GroupQueryAttention", DType::F16)
+        };
+        let problem = Problem::new(largest).unwrap();
+        // A cache with room for new rows behind the old ones.
+        let error = problem.counted_from_cache().unwrap_err().to_string();
+        assert!(error.starts_with("present_key: got (1, 1, 2147483648, "), "{error}");
+        let error = problem.derive(|call| ProblemFields { kv_heads: 2, ..call }).unwrap_err();
+        assert!(
+            error.to_string().starts_with("heads.kv: got 2; allowed: a divisor of heads.query = 1")
+        );
+        assert_eq!(problem.derive(|call| call).unwrap(), problem);
+    }
+}

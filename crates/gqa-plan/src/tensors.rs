@@ -1,0 +1,315 @@
+//! The tensors of a call: one row each, from which all that holds one value per tensor is made.
+
+use crate::{CacheBinding, CallKind, DType, Error, Problem, QkOutput, Result, RowStrides, Sink};
+use gqa_tensor::{Tensor, TensorView};
+
+/// One row per tensor of a call: its role, its name as an input or output of the operator, what a
+/// call does with it, and what it is in a problem, or `None` where a problem has none.
+macro_rules! tensors {
+    ($($(#[$doc:meta])* $id:ident: $name:literal, $kind:ident, $spec:expr;)*) => {
+        /// A tensor of the call, by its role.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+        pub enum TensorId {
+            $($(#[$doc])* $id,)*
+        }
+
+        impl TensorId {
+            /// All roles.
+            pub const ALL: [Self; [$(Self::$id),*].len()] = [$(Self::$id),*];
+
+            /// Name of the operator's input or output.
+            pub const fn name(self) -> &'static str {
+                match self {
+                    $(Self::$id => $name,)*
+                }
+            }
+
+            const fn kind(self) -> Kind {
+                match self {
+                    $(Self::$id => Kind::$kind,)*
+                }
+            }
+
+            /// The tensor of that role in `problem`; `None` where the call has none.
+            pub fn spec(self, problem: &Problem) -> Option<TensorSpec> {
+                let spec: fn(&Problem) -> Option<TensorSpec> = match self {
+                    $(Self::$id => $spec,)*
+                };
+                spec(problem)
+            }
+        }
+    };
+}
+
+/// What a call does with a tensor.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    /// Reads it.
+    Input,
+    /// Writes it.
+    Output,
+    /// Writes it, and reads it where the cache is shared.
+    Cache,
+}
+
+tensors! {
+    /// query or packed QKV
+    Query: "query", Input, |p| {
+        let shape = if p.packed { p.packed_shape() } else { p.query_shape() };
+        Some(spec(has_rows_out(p), p.dtype, shape)?.strided(p.strided.query))
+    };
+    /// key
+    Key: "key", Input, |p| {
+        Some(spec(has_rows(p), p.dtype, p.key_shape())?.strided(p.strided.key))
+    };
+    /// value
+    Value: "value", Input, |p| {
+        Some(spec(has_rows(p) && has_values(p), p.v_dtype, p.value_shape())?.strided(p.strided.value))
+    };
+    /// past_key
+    PastKey: "past_key", Input, |p| {
+        spec(has_past(p), p.key_cache_dtype(), p.key_cache_shape(p.past_capacity))
+    };
+    /// past_value
+    PastValue: "past_value", Input, |p| {
+        spec(has_past(p), p.value_cache_dtype(), p.value_cache_shape(p.past_capacity))
+    };
+    /// seqlens_k, or past_seqlens where the cache is paged
+    SeqlensK: "seqlens_k", Input, |p| spec(!is_update(p), DType::I32, [p.batch]);
+    /// The row of the cache that takes the first one of an update
+    WriteIndices: "write_indices", Input, |p| spec(is_update(p), DType::I32, [p.batch]);
+    /// cos_cache
+    CosCache: "cos_cache", Input, rotations;
+    /// sin_cache
+    SinCache: "sin_cache", Input, rotations;
+    /// position_ids
+    PositionIds: "position_ids", Input, |p| {
+        let columns = p.rotary?.explicit?;
+        spec(true, DType::I64, [p.batch, columns])
+    };
+    /// attention_bias
+    AttentionBias: "attention_bias", Input, |p| {
+        let dtype = if p.bias?.boolean { DType::Bool } else { p.dtype };
+        spec(true, dtype, p.bias_shape()?)
+    };
+    /// Which new tokens of its sequence each new token sees: bit `j` for number `j`
+    TreeMask: "tree_mask", Input, |p| spec(p.tree_mask, DType::I64, p.tree_mask_shape());
+    /// head_sink
+    HeadSink: "head_sink", Input, |p| spec(p.sink == Sink::PerHead, p.dtype, [p.q_heads]);
+    /// k_scale
+    KScale: "k_scale", Input, |p| spec(true, DType::F32, [p.scales()?]);
+    /// v_scale
+    VScale: "v_scale", Input, |p| spec(true, DType::F32, [p.scales()?]);
+    /// k_scale where each row of the cache has its own: part of the cache
+    KRowScale: "k_scale", Cache, |p| spec(true, DType::F32, p.row_scales_shape()?);
+    /// v_scale, likewise
+    VRowScale: "v_scale", Cache, |p| spec(true, DType::F32, p.row_scales_shape()?);
+    /// output_scale
+    OutputScale: "output_scale", Input, |p| spec(p.quantizes_output(), DType::F32, [1]);
+    /// q_norm_weight
+    QNormWeight: "q_norm_weight", Input, |p| spec(p.qk_norm.is_some(), p.dtype, [p.head_size]);
+    /// k_norm_weight
+    KNormWeight: "k_norm_weight", Input, |p| spec(p.qk_norm.is_some(), p.dtype, [p.head_size]);
+    /// cumulative_sequence_length
+    CumulativeSequenceLength: "cumulative_sequence_length", Input, |p| {
+        spec(p.pages.is_some(), DType::I32, [p.batch + 1])
+    };
+    /// block_table
+    BlockTable: "block_table", Input, |p| {
+        spec(true, DType::I32, [p.batch, p.pages?.per_sequence])
+    };
+    /// slot_mapping
+    SlotMapping: "slot_mapping", Input, |p| {
+        let pages = p.pages?;
+        spec(pages.slots, DType::I32, [pages.tokens])
+    };
+    /// output
+    Output: "output", Output, |p| {
+        let shape = p.output_shape();
+        Some(spec(has_rows_out(p), p.out_dtype, shape)?.strided(p.strided.output))
+    };
+    /// present_key
+    PresentKey: "present_key", Cache, |p| {
+        spec(p.has_present(), p.key_cache_dtype(), p.key_cache_shape(p.capacity))
+    };
+    /// present_value
+    PresentValue: "present_value", Cache, |p| {
+        let is_there = p.has_present() && has_values(p);
+        spec(is_there, p.value_cache_dtype(), p.value_cache_shape(p.capacity))
+    };
+    /// output_qk
+    OutputQk: "output_qk", Output, |p| {
+        spec(p.output_qk != QkOutput::None, p.dtype, p.scores_shape())
+    };
+    /// log-sum-exp
+    Lse: "lse", Output, |p| spec(p.lse, DType::F32, p.lse_shape());
+}
+
+fn spec(is_there: bool, dtype: DType, shape: impl Into<Vec<usize>>) -> Option<TensorSpec> {
+    is_there.then(|| TensorSpec { dtype, shape: shape.into(), strides: None })
+}
+
+/// Whether key and value are tensors of the call.
+fn has_rows(p: &Problem) -> bool {
+    p.computes != CallKind::Rotation && !p.packed && !p.reads_pages_only()
+}
+
+/// Whether rows are made of those of query.
+fn has_rows_out(p: &Problem) -> bool {
+    matches!(p.computes, CallKind::Attention | CallKind::Rotation)
+}
+
+fn is_update(p: &Problem) -> bool {
+    matches!(p.computes, CallKind::Update(_))
+}
+
+/// Whether there are values beside the keys: an update may be of one tensor.
+fn has_values(p: &Problem) -> bool {
+    p.v_head_size > 0
+}
+
+fn has_past(p: &Problem) -> bool {
+    p.cache == CacheBinding::Separate && p.past_capacity > 0
+}
+
+/// cos_cache and sin_cache.
+fn rotations(p: &Problem) -> Option<TensorSpec> {
+    let rotary = p.rotary?;
+    spec(true, p.dtype, [rotary.max_positions, rotary.dim / 2])
+}
+
+impl TensorId {
+    /// Batch entries, heads, rows and head size of query, key, value or output. Over a paged KV
+    /// cache the tokens of all sequences are rows of one batch entry.
+    pub fn row_dims(self, p: &Problem) -> [usize; 4] {
+        match self {
+            Self::Query => p.row_dims(p.q_heads, p.q_len, p.head_size),
+            Self::Key => p.row_dims(p.kv_heads, p.new_len, p.head_size),
+            Self::Value => p.row_dims(p.kv_heads, p.new_len, p.v_head_size),
+            _ => p.row_dims(p.q_heads, p.q_len, p.v_head_size),
+        }
+    }
+
+    /// Whether kernels write the tensor.
+    pub const fn is_output(self) -> bool {
+        !matches!(self.kind(), Kind::Input)
+    }
+
+    /// Whether it is part of the cache that a call leaves.
+    pub const fn is_present(self) -> bool {
+        matches!(self.kind(), Kind::Cache)
+    }
+}
+
+/// A value for each tensor that a call has, by its role.
+#[derive(Clone, Copy, Debug)]
+pub struct Tensors<T>([Option<T>; TensorId::ALL.len()]);
+
+impl<T> Default for Tensors<T> {
+    fn default() -> Self {
+        Self(std::array::from_fn(|_| None))
+    }
+}
+
+impl<T> Tensors<T> {
+    /// That of a tensor.
+    #[inline]
+    pub fn get(&self, id: TensorId) -> Option<&T> {
+        self.0[id as usize].as_ref()
+    }
+
+    /// That of a tensor, to be changed.
+    pub fn get_mut(&mut self, id: TensorId) -> Option<&mut T> {
+        self.0[id as usize].as_mut()
+    }
+
+    /// With that for a tensor, or with none.
+    #[inline]
+    pub fn with(mut self, id: TensorId, value: impl Into<Option<T>>) -> Self {
+        self.0[id as usize] = value.into();
+        self
+    }
+
+    /// What `f` makes of each.
+    pub fn map<U>(self, mut f: impl FnMut(T) -> U) -> Tensors<U> {
+        Tensors(self.0.map(|value| value.map(&mut f)))
+    }
+
+    /// Those that there are, in the order of [`TensorId::ALL`].
+    pub fn iter(&self) -> impl Iterator<Item = (TensorId, &T)> {
+        TensorId::ALL.into_iter().filter_map(|id| Some((id, self.get(id)?)))
+    }
+
+    /// Those that there are, to be changed.
+    pub fn iter_mut(&mut self) -> impl Iterator<Item = (TensorId, &mut T)> {
+        let all = TensorId::ALL.into_iter().zip(&mut self.0);
+        all.filter_map(|(id, value)| Some((id, value.as_mut()?)))
+    }
+}
+
+impl<T> FromIterator<(TensorId, T)> for Tensors<T> {
+    fn from_iter<I: IntoIterator<Item = (TensorId, T)>>(values: I) -> Self {
+        let mut all = Self::default();
+        values.into_iter().for_each(|(id, value)| all.0[id as usize] = Some(value));
+        all
+    }
+}
+
+impl<T: Copy> Tensors<T> {
+    /// The tensor in that role.
+    pub fn input(&self, id: TensorId) -> Option<T> {
+        self.get(id).copied()
+    }
+
+    /// The tensor in that role, which the call cannot do without.
+    ///
+    /// # Errors
+    /// Where there is none.
+    pub fn need(&self, id: TensorId) -> Result<T> {
+        self.input(id).ok_or_else(|| Error::invalid(id.name(), "nothing", "a tensor"))
+    }
+}
+
+impl<'a> Tensors<&'a Tensor> {
+    /// Their elements.
+    pub fn views(self) -> Tensors<TensorView<'a>> {
+        self.map(Tensor::view)
+    }
+}
+
+/// Element type and shape of one tensor of a call.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TensorSpec {
+    /// Element type.
+    pub dtype: DType,
+    /// Dimensions.
+    pub shape: Vec<usize>,
+    /// Where heads and rows are; `None`: row-major and contiguous.
+    pub strides: Option<RowStrides>,
+}
+
+impl TensorSpec {
+    fn strided(self, strides: Option<RowStrides>) -> Self {
+        Self { strides, ..self }
+    }
+
+    /// The tensors of a problem by their roles.
+    pub fn all(problem: &Problem) -> Vec<(TensorId, Self)> {
+        TensorId::ALL.into_iter().filter_map(|id| Some((id, id.spec(problem)?))).collect()
+    }
+
+    /// Number of elements.
+    pub fn len(&self) -> usize {
+        self.shape.iter().product()
+    }
+
+    /// Whether some dimension is 0.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Size in bytes.
+    pub fn bytes(&self) -> usize {
+        self.len() * self.dtype.size()
+    }
+}
