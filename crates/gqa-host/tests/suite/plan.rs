@@ -2,9 +2,11 @@
 
 use crate::step::{CAPACITY, Step, int};
 use gqa_host::DType;
+use gqa_host::engine::{Dense, Heads, Layer};
 use gqa_host::plan::{
     DeviceInfo, Family, Launch, Plan, PlanOptions, candidates, environment, plan,
 };
+use gqa_kernels::registry::{Entry, entries};
 
 fn planned(step: &Step, device: &str) -> Plan {
     let device = DeviceInfo::known(device).unwrap();
@@ -31,6 +33,58 @@ fn every_known_device_has_a_plan_within_its_means() {
                         && launch.entry().shared_bytes <= plan.device().shared_bytes
                 };
                 assert!(plan.launches().iter().all(fits), "{}", plan.explain());
+            }
+        }
+    }
+}
+
+/// Elements of a key that a KV head's row tiles read together: what a row of the registry that is
+/// for a head size of its own is to lower.
+fn read_by_tiles(entry: &Entry, packed_rows: usize) -> usize {
+    packed_rows.div_ceil(entry.rows as usize) * entry.head_size as usize
+}
+
+/// docs/adding-a-kernel.md: a row for one more head size is a matter of speed.
+#[test]
+fn a_head_size_with_a_row_of_its_own_keeps_the_tiles_that_its_calls_had() {
+    const GROUP: usize = 4;
+    let attention = |device: &DeviceInfo, dtype, size, rows| {
+        let layer = Layer::new(dtype, Heads { query: 8 * GROUP, kv: 8, size });
+        let problem = layer.dense(Dense::chunk(1, rows, 4096)).unwrap();
+        let plan = plan(&problem, device, &PlanOptions::default()).unwrap();
+        plan.decisions().iter().find_map(|decision| decision.outcome.clone().ok()).unwrap()
+    };
+    for name in DeviceInfo::known_names() {
+        let device = DeviceInfo::known(name).unwrap();
+        for dtype in [DType::F16, DType::BF16] {
+            for (size, rows) in
+                (1..=64).flat_map(|eighth| [1, 8, 16, 2048].map(|rows| (8 * eighth, rows)))
+            {
+                let chosen = attention(&device, dtype, size, rows);
+                let is_rival = |other: &&Entry| {
+                    other.head_size as usize >= size
+                        && other.runs_on(device.sm)
+                        && other.shared_bytes <= device.shared_bytes
+                        && other.min_sm <= device.sm
+                        && (other.family, other.role, other.dtype, other.codes, other.output)
+                            == (
+                                chosen.family,
+                                chosen.role,
+                                chosen.dtype,
+                                chosen.codes,
+                                chosen.output,
+                            )
+                };
+                // Kernels of `general` have no tiles, those of `decode` rows for one head size only.
+                if chosen.rows == 0 || chosen.family.name().starts_with("decode") {
+                    continue;
+                }
+                let read = |entry| read_by_tiles(entry, GROUP * rows);
+                let best = entries().filter(is_rival).min_by_key(|other| read(other)).unwrap();
+                assert!(
+                    2 * read(chosen) <= 3 * read(best),
+                    "{name}: {rows} rows of heads of {size}: {chosen:?} for {best:?}"
+                );
             }
         }
     }

@@ -7,31 +7,24 @@ use super::family::{Call, Family};
 use crate::Problem;
 use gqa_kernels::registry::{Entry, entries};
 
+/// What tells kernels that can take a call apart: the smaller, the better. Where a row of the
+/// registry is for heads of one size, that size stands behind what would make the kernel wrong for
+/// the call.
+pub(super) type Order = [usize; 4];
+
 /// The family's kernel with the smallest tile that holds the call's heads, of those that the device
-/// has shared memory for.
+/// runs.
 pub(super) fn smallest(family: &dyn Family, call: &Call<'_>) -> Result<&'static Entry, Rejection> {
-    smallest_of(family, call, |_| [0; 4])
+    among(family, call, |_| true, |entry| [entry.head_size as usize, 0, 0, 0])
 }
 
-/// The same, and of several with that tile the one that is `unsuited` least.
-pub(super) fn smallest_of(
-    family: &dyn Family,
-    call: &Call<'_>,
-    unsuited: impl Fn(&Entry) -> [usize; 4],
-) -> Result<&'static Entry, Rejection> {
-    let fits = |entry: &Entry| shared_memory(entry, call.device).is_ok();
-    let any = |_: &Entry| true;
-    among(family, call, fits, &unsuited).or_else(|_| among(family, call, any, &unsuited))
-}
-
-/// Of the family's kernels that are `eligible` the one with the smallest tile that holds the call's
-/// heads, and of several with that tile the one for the format of a quantized cache, then the one
-/// that is `unsuited` least.
+/// Of the family's kernels that are `eligible` and hold the call's heads one that the device runs,
+/// and of several the first in that order, then the one for the format of a quantized cache.
 pub(super) fn among(
     family: &dyn Family,
     call: &Call<'_>,
     eligible: impl Fn(&Entry) -> bool,
-    unsuited: impl Fn(&Entry) -> [usize; 4],
+    order: impl Fn(&Entry) -> Order,
 ) -> Result<&'static Entry, Rejection> {
     let (p, forced) = (call.problem, call.forced);
     let codes = p.quantized.map(|how| how.format);
@@ -50,10 +43,11 @@ pub(super) fn among(
     let max = largest.ok_or(Rejection::ElementType { got: p.dtype })?;
     let size = p.head_size.max(p.v_head_size);
     let holds = |entry: &&Entry| entry.head_size == 0 || entry.head_size as usize >= size;
-    let order = |entry: &&Entry| (entry.head_size, entry.codes.is_none(), unsuited(entry));
-    let smallest = typed().filter(holds).min_by_key(order);
-    let entry = smallest.ok_or(Rejection::HeadSize { got: p.head_size, max })?;
-    runs_on(entry, call.device)?;
+    let runs = |entry: &Entry| runs_on(entry, call.device);
+    let order = |entry: &&Entry| (runs(entry).is_err(), order(entry), entry.codes.is_none());
+    let first = typed().filter(holds).min_by_key(order);
+    let entry = first.ok_or(Rejection::HeadSize { got: p.head_size, max })?;
+    runs(entry)?;
     Ok(entry)
 }
 

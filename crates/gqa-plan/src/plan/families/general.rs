@@ -27,7 +27,8 @@ impl Family for General {
         requirements::output_of(call.forced, p)?;
         scores_after_the_mask(p)?;
         let writes = |entry: &registry::Entry| requirements::writes(entry, p);
-        Ok(Kernel::whole(select::among(self, call, writes, |_| [0; 4])?))
+        let smallest = |entry: &registry::Entry| [entry.head_size as usize, 0, 0, 0];
+        Ok(Kernel::whole(select::among(self, call, writes, smallest)?))
     }
 
     fn launches(&self, kernel: &Kernel, job: Job<'_>) -> Result<Vec<Launch>> {

@@ -37,7 +37,7 @@ impl Family for Hopper {
         }
         let written = if p.quantizes_output() { Output::E4M3 } else { Output::Element };
         let is_written = |entry: &Entry| entry.output == written;
-        let entry = select::among(self, call, is_written, |entry| unsuited(entry, p))?;
+        let entry = select::among(self, call, is_written, |entry| order(entry, p))?;
         suits(call, entry)?;
         match split(call, entry) {
             Some(split) if written == Output::Element => Ok(split),
@@ -98,8 +98,9 @@ pub(super) fn knows(rotary: Rotary) -> bool {
     rotary.explicit.is_none() && u32::try_from(elements).is_ok()
 }
 
-/// What tells two shapes for one head size apart: the smaller, the better the entry suits the call.
-fn unsuited(entry: &Entry, p: &Problem) -> [usize; 4] {
+/// Sums as the call wants them, the smallest tile that holds its heads, and of several the one that
+/// is done first.
+fn order(entry: &Entry, p: &Problem) -> select::Order {
     /// Keys of a tile at most, but for those of head size 128 for many keys.
     const SHORT_TILE: u32 = 128;
     /// Queries that a launch before must rotate cost as much as some more scores each (measured,
@@ -111,7 +112,7 @@ fn unsuited(entry: &Entry, p: &Problem) -> [usize; 4] {
     let wrong_length = (entry.keys > SHORT_TILE) != sees_many_keys(p);
     let launch_rotates = p.rotary.is_some_and(knows) && !rotates(entry);
     let rotation = if launch_rotates { p.q_len * ROTATION } else { 0 };
-    [other.into(), wrong_length.into(), work(entry, p) + rotation, 0]
+    [other.into(), entry.head_size as usize, wrong_length.into(), work(entry, p) + rotation]
 }
 
 /// The scores that an entry computes for one sequence, in whole tiles. A tile costs as much as one

@@ -3,7 +3,6 @@
 use crate::Result;
 use crate::plan::build::launch;
 use crate::plan::decision::Rejection;
-use crate::plan::device::DeviceInfo;
 use crate::plan::family::{Call, Family, Job, Kernel};
 use crate::plan::launch::Launch;
 use crate::plan::options::PlanOption;
@@ -38,16 +37,19 @@ impl Family for Tiled {
     }
 }
 
-/// The kernel with the smallest tile that holds the call's heads.
+/// The kernel with the smallest tile that holds the call's heads, and of several the longest of
+/// which two blocks fit an SM, or else the shortest.
 pub(super) fn smallest(call: &Call<'_>) -> Result<&'static Entry, Rejection> {
-    select::smallest_of(&Tiled, call, |entry| unsuited(entry, call.device))
-}
-
-/// Of tiles for the same heads the longest of which two blocks fit an SM, or else the shortest.
-fn unsuited(entry: &Entry, device: &DeviceInfo) -> [usize; 4] {
-    let keys = entry.keys as usize;
-    match select::fits_twice(entry, device) {
-        true => [0, usize::MAX - keys, 0, 0],
-        false => [1, keys, 0, 0],
-    }
+    select::among(
+        &Tiled,
+        call,
+        |_| true,
+        |entry| {
+            let [size, keys] = [entry.head_size, entry.keys].map(|n| n as usize);
+            match select::fits_twice(entry, call.device) {
+                true => [size, 0, usize::MAX - keys, 0],
+                false => [size, 1, keys, 0],
+            }
+        },
+    )
 }

@@ -4,7 +4,6 @@
 use crate::Problem;
 use crate::Result;
 use crate::plan::decision::Rejection;
-use crate::plan::device::DeviceInfo;
 use crate::plan::family::{Call, Family, Job, Kernel};
 use crate::plan::launch::Launch;
 use crate::plan::options::PlanOption;
@@ -27,9 +26,9 @@ impl Family for TiledWide {
     }
 
     fn choose(&self, call: &Call<'_>) -> Result<Kernel, Rejection> {
-        let (p, device) = (call.problem, call.device);
+        let p = call.problem;
         requirements::flash(p)?;
-        let entry = select::among(self, call, |_| true, |entry| unsuited(entry, p, device))?;
+        let entry = select::among(self, call, |_| true, |entry| order(entry, p))?;
         Ok(Kernel::split(entry, splits(call, entry)?))
     }
 
@@ -42,13 +41,12 @@ impl Family for TiledWide {
     }
 }
 
-/// A tile that fits, with as few tiles of the rows as there can be, as few rows to a tile, and as
-/// many keys.
-fn unsuited(entry: &Entry, p: &Problem, device: &DeviceInfo) -> [usize; 4] {
-    let (rows, keys) = (entry.rows as usize, entry.keys as usize);
-    let fits = entry.shared_bytes <= device.shared_bytes;
+/// As few elements of each key as the tiles of the rows can read together, as few rows to a tile,
+/// and as many keys.
+fn order(entry: &Entry, p: &Problem) -> select::Order {
+    let [rows, keys, size] = [entry.rows, entry.keys, entry.head_size].map(|n| n as usize);
     let tiles = p.packed_rows().div_ceil(rows);
-    [(!fits).into(), tiles, rows, usize::MAX - keys]
+    [tiles.saturating_mul(size), rows, usize::MAX - keys, 0]
 }
 
 /// Into how many parts the keys are split. GQA_SPLITS knows better than the heuristic.
