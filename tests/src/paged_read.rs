@@ -1,5 +1,6 @@
-//! A random call that reads a paged KV cache and appends nothing to it, of sequences that may bring
-//! more tokens than they have keys, and its tensors.
+//! A random call over a paged KV cache as only an engine makes it, and its tensors: one that appends
+//! nothing, of sequences that may bring more tokens than they have keys, or one whose bound on the
+//! tokens of a sequence is too small.
 
 use crate::Tolerance;
 use crate::call::{Data, poisoned};
@@ -7,12 +8,12 @@ use crate::case::any_scales;
 use crate::compare::{optional, tensors};
 use crate::paged::put_gaps;
 use crate::parity::{Judge, Parity};
-use gqa_host::backend::{Backend, Io};
+use gqa_host::backend::{Backend, Io, Machine};
 use gqa_host::engine::{Heads, Layer, Paged, Rope};
-use gqa_host::plan::{TensorId, Tensors};
+use gqa_host::plan::{PlanOptions, TensorId, Tensors, plan};
 use gqa_host::reference::Reference;
 use gqa_host::{DType, Problem, QuantFormat, Quantization, Result, Scales, Sink, Tensor};
-use ndarray::{Array2, arr1};
+use ndarray::{Array2, ArrayD, Axis, arr1};
 use proptest::prelude::*;
 use rand::rngs::SmallRng;
 use rand::seq::SliceRandom;
@@ -45,6 +46,10 @@ pub struct PagedReadCase {
     pub lse: bool,
     /// The table leads outside of the cache for some blocks that tokens see.
     pub gaps: bool,
+    /// The call appends its tokens' keys and values.
+    pub appends: bool,
+    /// As many tokens of a sequence are computed, because the call says that none has more.
+    pub bound: Option<usize>,
     /// Of all data.
     pub seed: u64,
 }
@@ -88,11 +93,42 @@ pub fn paged_reads(
                     head_sink,
                     lse,
                     gaps: false,
+                    appends: false,
+                    bound: None,
                     seed,
                 }
             },
         )
         .boxed()
+}
+
+/// These calls with a bound that may be less than a sequence's tokens. Some append: not to a
+/// quantized cache, where a new key may be one quantized value or the next.
+pub fn cut_off(cases: BoxedStrategy<PagedReadCase>) -> BoxedStrategy<PagedReadCase> {
+    let cut = |(mut case, appends, share): (PagedReadCase, bool, f64)| {
+        case.appends = appends && case.quantized.is_none();
+        if case.appends {
+            case.sequences.iter_mut().for_each(|[keys, new]| *keys = *(&*keys).max(new));
+        }
+        let bound = (share * case.most_tokens() as f64) as usize;
+        // A token may see later ones in a tree.
+        PagedReadCase { bound: Some(bound.max(1)), tree_mask: false, ..case }
+    };
+    (cases, any::<bool>(), 0.0..=1.0).prop_map(cut).boxed()
+}
+
+/// A GPU on which nobody looks at lengths before they are used.
+#[derive(Debug)]
+pub struct Unchecked<M>(pub M, pub PlanOptions);
+
+impl<M: Machine> Backend for Unchecked<M> {
+    fn name(&self) -> &'static str {
+        self.0.name()
+    }
+
+    fn run(&self, problem: &Problem, io: &mut Io<'_>) -> Result<()> {
+        self.0.execute(&plan(problem, self.0.target(), &self.1)?, io)
+    }
 }
 
 /// These calls with tables that lead outside of the cache.
@@ -111,6 +147,19 @@ impl PagedReadCase {
 
     fn longest(&self) -> usize {
         self.sequences.iter().map(|[keys, new]| *keys.max(new)).max().unwrap_or(0)
+    }
+
+    /// What a tensor has along `axis` for tokens within the bound.
+    fn computed(&self, tensor: &Tensor, axis: usize) -> Tensor {
+        let Some(bound) = self.bound else { return tensor.clone() };
+        let is_computed = self.sequences.iter().flat_map(|&[_, new]| (0..new).map(|i| i < bound));
+        let tokens: Vec<_> =
+            is_computed.enumerate().filter_map(|(token, is)| is.then_some(token)).collect();
+        let values = tensor.to_f64().into_iter().map(|x| x as f32).collect();
+        let values = ArrayD::from_shape_vec(tensor.shape(), values).expect("as many");
+        let values = values.select(Axis(axis), &tokens);
+        let contiguous: Vec<_> = values.iter().copied().collect();
+        Tensor::from_f32(tensor.dtype(), values.shape(), &contiguous).expect("as many")
     }
 
     /// Blocks of a sequence, and in all.
@@ -138,6 +187,8 @@ impl PagedReadCase {
 /// A call's tensors.
 struct Given {
     query: Tensor,
+    /// Of the new tokens, where the call appends.
+    new: Option<[Tensor; 2]>,
     starts: Tensor,
     lengths: Tensor,
     table: Tensor,
@@ -174,6 +225,9 @@ impl Given {
         let angles = [(); 2].map(|()| data.normal(&[case.longest() + 1, 8], 1.0));
         Self {
             query: data.normal(&[case.tokens(), heads * size], 1.0),
+            new: case
+                .appends
+                .then(|| [(); 2].map(|()| data.normal(&[case.tokens(), kv * size], 1.0))),
             starts: arr1(&starts).into(),
             lengths: arr1(&lengths.collect::<Vec<_>>()).into(),
             table,
@@ -226,8 +280,11 @@ impl Given {
         let rotary = self.rotary.as_ref();
         let of_rows = self.scales.as_ref().filter(|_| problem.has_row_scales());
         let mut of_rows = of_rows.map(|scales| [scales.clone(), scales.clone()]);
+        let new = self.new.as_ref();
         let inputs = Tensors::default()
             .with(TensorId::Query, &self.query)
+            .with(TensorId::Key, new.map(|[key, _]| key))
+            .with(TensorId::Value, new.map(|[_, value]| value))
             .with(TensorId::SeqlensK, &self.lengths)
             .with(TensorId::CumulativeSequenceLength, &self.starts)
             .with(TensorId::BlockTable, &self.table)
@@ -260,26 +317,29 @@ impl Parity for PagedReadCase {
         let [columns, blocks] = self.blocks();
         let call =
             Paged::new(self.sequences.len(), self.tokens(), [blocks, self.block_size, columns]);
-        let call = call.most_tokens(self.most_tokens()).longest(self.longest()).appended();
+        let call = call.most_tokens(self.bound.unwrap_or(self.most_tokens()));
+        let call = call.longest(self.longest());
+        let call = if self.appends { call } else { call.appended() };
         let call = if self.counts_new { call.total_lengths() } else { call };
         let call = if self.tree_mask { call.tree_mask() } else { call };
         self.layer().paged(if self.lse { call.log_sum_exp() } else { call })
     }
 
     fn judge(&self) -> std::result::Result<Judge<'_>, String> {
-        let problem = self.problem().map_err(|e| e.to_string())?;
         let given = Given::new(self);
-        let run = move |backend: &dyn Backend| {
-            given.run(&problem, backend).map_err(|e| format!("{}: {e}", backend.name()))
+        let run = move |case: &PagedReadCase, backend: &dyn Backend| {
+            let result = case.problem().and_then(|problem| given.run(&problem, backend));
+            let (output, lse) = result.map_err(|e| format!("{}: {e}", backend.name()))?;
+            Ok::<_, String>((self.computed(&output, 0), lse.map(|lse| self.computed(&lse, 1))))
         };
-        let (want, want_lse) = run(&Reference)?;
+        let (want, want_lse) = run(&PagedReadCase { bound: None, ..self.clone() }, &Reference)?;
         let tolerance = match self.dtype {
             DType::F16 => Tolerance { absolute: 8e-3, relative: 4e-3 },
             DType::BF16 => Tolerance { absolute: 4e-2, relative: 2e-2 },
             _ => Tolerance { absolute: 2e-5, relative: 1e-4 },
         };
         Ok(Box::new(move |backend| {
-            let (got, got_lse) = run(backend)?;
+            let (got, got_lse) = run(self, backend)?;
             optional("lse", &got_lse, &want_lse, tolerance)?;
             tensors("output", &got, &want, tolerance)
         }))

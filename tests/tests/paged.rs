@@ -4,9 +4,10 @@ use gqa_host::backend::cpu::Cpu;
 use gqa_host::backend::sim::Sim;
 use gqa_host::plan::{DeviceInfo, PlanOptions};
 use gqa_tests::{
-    DECODE_KERNELS, PREFILL_KERNELS, any_dtype, case, half_dtype, heads_up_to, in_place, paged,
-    paged_concurrent, paged_crowds, paged_mixed, paged_prompts, paged_reads, paged_steps, parity,
-    quantized, reads_with_gaps, slow_device, steps, with_gaps, with_row_scales, with_some_lse,
+    DECODE_KERNELS, PREFILL_KERNELS, Unchecked, any_dtype, case, cut_off, half_dtype, heads_up_to,
+    in_place, paged, paged_concurrent, paged_crowds, paged_mixed, paged_prompts, paged_reads,
+    paged_steps, parity, quantized, reads_with_gaps, slow_device, steps, with_gaps,
+    with_row_scales, with_some_lse,
 };
 
 #[test]
@@ -160,6 +161,23 @@ fn tokens_without_a_key() {
         parity(&format!("sim, {device}, reads of blocks, prompts"), 20, prompts(), &sim);
     }
     parity("sim, reads of blocks by general kernels", 40, of_any(&[16, 80], 8), &Sim::default());
+}
+
+/// A bound that is too small cuts tokens off; those before them are where they would be without it.
+#[test]
+fn bounds_below_what_sequences_bring() {
+    let sizes = [64, 128, 256];
+    for device in ["h200", "a100", "t4"] {
+        let sim = Sim::default().with_device(known(device));
+        let sim = Unchecked(sim, PlanOptions::default());
+        let steps = cut_off(paged_reads(half_dtype(), &sizes, 8));
+        parity(&format!("sim, {device}, bounds of steps"), 60, steps, &sim);
+        let prompts = cut_off(paged_reads(half_dtype(), &sizes, 150));
+        parity(&format!("sim, {device}, bounds of prompts"), 30, prompts, &sim);
+    }
+    let sim = Unchecked(Sim::default(), PlanOptions::default());
+    let of_any = cut_off(paged_reads(any_dtype(), &[16, 80], 8));
+    parity("sim, bounds, general kernels", 40, of_any, &sim);
 }
 
 /// A block outside of the cache takes no rows, and the keys that it would hold are masked.

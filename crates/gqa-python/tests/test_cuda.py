@@ -455,15 +455,12 @@ class Cases:
                     out, lse = out if want_lse else (out, None)
                     if most < 7 and "block_table" in others and "alibi_slopes" not in others:
                         self.check_cut_rows(out, lse, starts, most)
-                    else:
-                        self.check_rows(out, lse, starts, most, q, caches, keys_of, others)
+                    self.check_rows(out, lse, starts, most, q, caches, keys_of, others)
 
     def check_cut_rows(self, out, lse, starts, most):
-        """Those that a too small max_seqlen_q cuts off are zeros. Kernels over blocks take those
-        before for all that the sequence has."""
+        """Those that a too small max_seqlen_q cuts off are zeros: over blocks exactly these."""
         for first, end in zip(starts.tolist(), starts.tolist()[1:]):
             self.assertTrue((out[first + most : end] == 0).all(), "rows that are cut off")
-            self.assertFalse(out[first : first + most].isnan().any())
             if lse is not None:
                 self.assertTrue((lse[:, first + most : end] == -torch.inf).all())
 

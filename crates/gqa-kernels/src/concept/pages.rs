@@ -16,12 +16,13 @@ pub struct Length {
 }
 
 impl Length {
-    /// The rows before `new` tokens, `least` or more; wraps below 0 where there are fewer rows than
-    /// tokens. All rows are within `capacity`, which is no less than `new`.
+    /// The rows before `new` tokens that are computed and `cut` ones behind them that are not,
+    /// `least` or more; wraps below 0 where there are fewer rows than tokens. The rows of computed
+    /// tokens are within `capacity`, which is no less than `new`.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub fn past(self, least: i32, new: u32, capacity: u32) -> u32 {
-        let counted = if self.counts_new { new as i32 } else { 0 };
-        self.rows.wrapping_sub(counted).max(least).min((capacity - new) as i32) as u32
+    pub fn past(self, least: i32, [new, cut]: [u32; 2], capacity: u32) -> u32 {
+        let counted = if self.counts_new { new + cut } else { 0 };
+        self.rows.wrapping_sub(counted as i32).max(least).min((capacity - new) as i32) as u32
     }
 }
 
@@ -30,7 +31,7 @@ impl Length {
 pub struct Sequence {
     /// Its first token, among those of all sequences.
     pub start: u32,
-    /// Its tokens.
+    /// Its tokens that are computed.
     pub new: u32,
     /// Its rows before them; wraps below 0 where there are fewer rows than tokens.
     pub past: u32,
@@ -39,12 +40,20 @@ pub struct Sequence {
 impl Sequence {
     /// From where its tokens begin and end and from its length, clamped to what there is, so that
     /// no value on the device can lead outside: `tokens` of all sequences, `q_len` of one at most,
-    /// `capacity` rows in its blocks.
+    /// `capacity` rows in its blocks. Tokens from `q_len` on are cut off.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn new(bounds: [i32; 2], length: Length, tokens: u32, q_len: u32, capacity: u32) -> Self {
+        let [start, new, cut] = Self::tokens(bounds, tokens, q_len.min(capacity));
+        Self { start, new, past: length.past(-(new as i32), [new, cut], capacity) }
+    }
+
+    /// The first token, how many there are up to `most`, and how many more.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub fn tokens(bounds: [i32; 2], tokens: u32, most: u32) -> [u32; 3] {
         let [start, end] = bounds.map(|token| (token.max(0) as u32).min(tokens));
-        let new = end.saturating_sub(start).min(q_len).min(capacity);
-        Self { start, new, past: length.past(-(new as i32), new, capacity) }
+        let all = end.saturating_sub(start);
+        let new = all.min(most);
+        [start, new, all - new]
     }
 
     /// The same without tokens if it has fewer than so many.
@@ -76,7 +85,14 @@ impl Sequence {
     /// first token; a window of 0 is none. The row's block may belong to another sequence by now.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn is_hidden(self, row: u32, window: u32) -> bool {
-        window > 0 && row < (self.past as i32 + 1).max(0).unsigned_abs().saturating_sub(window)
+        row < self.first_seen(window)
+    }
+
+    /// The first of its rows that is within the window of its first token.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub fn first_seen(self, window: u32) -> u32 {
+        let next = (self.past as i32 + 1).max(0).unsigned_abs();
+        if window > 0 { next.saturating_sub(window) } else { 0 }
     }
 
     /// The token that is row `row` of `q_len` rows, of which the last stands at the end of the

@@ -238,20 +238,21 @@ impl Layout for Blocks {
             return rows.among(rows.batch, 1);
         }
         let bounds = [0, 1].map(|next| self.starts.load((rows.batch + next) as usize));
-        // Its length is asked for later.
-        let length = Length { rows: 0, counts_new: false };
-        let Sequence { start, new, .. } =
-            Sequence::new(bounds, length, self.tokens, self.longest, a.capacity);
-        rows.among(start, if new <= a.q_len { new } else { 0 })
+        let most = self.longest.min(a.capacity);
+        let [start, new, cut] = Sequence::tokens(bounds, self.tokens, most);
+        let mut rows = rows.among(start, if new <= a.q_len { new } else { 0 });
+        // In place of the rows before them until its length is known.
+        rows.seqlen.past = cut;
+        rows
     }
 
     /// Tokens that are appended have rows, whatever `length` is.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn seqlen(self, a: &AttentionParams, rows: &Rows, length: i32) -> Seqlen {
-        let new = rows.seqlen.total;
+        let Seqlen { total: new, past: cut } = rows.seqlen;
         let length = Length { rows: length, counts_new: self.counts_new };
         let least = if self.appends { 0 } else { -(new as i32) };
-        let past = length.past(least, new, a.capacity);
+        let past = length.past(least, [new, cut], a.capacity);
         Seqlen { total: past.wrapping_add(new), past }
     }
 
