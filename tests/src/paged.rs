@@ -79,13 +79,25 @@ pub fn in_place<C: Parity + 'static>(
     options: &PlanOptions,
 ) -> BoxedStrategy<C> {
     let (device, options) = (device.clone(), options.clone());
-    let cases = cases.prop_filter("reads blocks where they are", move |case| {
-        let problem = case.problem().expect("legal");
-        let plan = plan(&problem, &device, &options).expect("a plan");
-        let copies = [Role::PagedGather, Role::PagedDequantize];
-        !plan.launches().iter().any(|launch| copies.contains(&launch.entry().role))
-    });
-    cases.boxed()
+    let reads = move |case: &C| !copies(case, &device, &options);
+    cases.prop_filter("reads blocks where they are", reads).boxed()
+}
+
+/// Such of these calls as kernels take that read a copy of the cache, as planned.
+pub fn copied<C: Parity + 'static>(
+    cases: BoxedStrategy<C>,
+    device: &DeviceInfo,
+    options: &PlanOptions,
+) -> BoxedStrategy<C> {
+    let (device, options) = (device.clone(), options.clone());
+    cases.prop_filter("reads a copy", move |case| copies(case, &device, &options)).boxed()
+}
+
+fn copies(case: &impl Parity, device: &DeviceInfo, options: &PlanOptions) -> bool {
+    let problem = case.problem().expect("legal");
+    let plan = plan(&problem, device, options).expect("a plan");
+    let copies = [Role::PagedGather, Role::PagedDequantize];
+    plan.launches().iter().any(|launch| copies.contains(&launch.entry().role))
 }
 
 /// Puts blocks that are outside of a cache of `count` blocks among those of a sequence: some, the

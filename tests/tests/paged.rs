@@ -4,9 +4,9 @@ use gqa_host::backend::cpu::Cpu;
 use gqa_host::backend::sim::Sim;
 use gqa_host::plan::{DeviceInfo, PlanOptions};
 use gqa_tests::{
-    DECODE_KERNELS, PREFILL_KERNELS, Unchecked, any_dtype, case, cut_off, half_dtype, heads_up_to,
-    in_place, paged, paged_concurrent, paged_crowds, paged_mixed, paged_prompts, paged_reads,
-    paged_steps, parity, quantized, reads_with_gaps, slow_device, steps, with_gaps,
+    DECODE_KERNELS, PREFILL_KERNELS, Unchecked, any_dtype, case, copied, cut_off, half_dtype,
+    heads_up_to, in_place, paged, paged_concurrent, paged_crowds, paged_mixed, paged_prompts,
+    paged_reads, paged_steps, parity, quantized, reads_with_gaps, slow_device, steps, with_gaps,
     with_row_scales, with_some_lse,
 };
 
@@ -241,6 +241,49 @@ fn gaps_in_prompts() {
     let prompts = paged_prompts(case(half_dtype(), heads_up_to(128), 24), 200);
     check("prompts on 2 SMs", 20, prompts, &few);
     check("mixed batches", 10, paged_mixed(steps(24), 60), &few);
+}
+
+/// Where attention reads a copy of the cache, gathered or dequantized.
+#[test]
+fn gaps_in_copies() {
+    let check = |name: &str, cases, of, device: &str, options: PlanOptions| {
+        let device = known(device);
+        let sim = Sim::default().with_device(device.clone()).with_options(options.clone());
+        let of = copied(with_gaps(of), &device, &options);
+        parity(&format!("sim, copies with gaps, {name}"), cases, of, &sim);
+    };
+    let any = |heads| case(any_dtype(), heads_up_to(heads), 24);
+    let usual = PlanOptions::default;
+    for device in ["h200", "a100", "t4"] {
+        check(device, 40, paged(any(128), 24), device, usual());
+        check(&format!("{device}, codes"), 40, paged(quantized(any(64)), 24), device, usual());
+        let of_rows = paged(with_row_scales(any(64)), 24);
+        check(&format!("{device}, scales of rows"), 20, of_rows, device, usual());
+        let codes = paged_prompts(quantized(case(half_dtype(), heads_up_to(128), 24)), 30);
+        check(&format!("{device}, prompts of codes"), 12, codes, device, usual());
+    }
+    let prompts = with_some_lse(paged_prompts(case(half_dtype(), heads_up_to(128), 24), 30));
+    check("prompts with log-sum-exps", 12, prompts, "h200", usual());
+    check("wide heads", 8, paged(any(640), 8), "h200", usual());
+    let unfused = PlanOptions { disable_fused_kv: true, ..usual() };
+    check("a launch for each duty", 20, paged(any(64), 24), "h200", unfused);
+}
+
+#[test]
+fn gaps_in_copies_that_are_only_read() {
+    for (device, types, sizes) in [
+        ("t4", half_dtype(), &[64, 128][..]),
+        ("h200", any_dtype(), &[16, 80]),
+        ("a100", any_dtype(), &[40, 264]),
+    ] {
+        let (device, options) = (known(device), PlanOptions::default());
+        let sim = Sim::default().with_device(device.clone());
+        for tokens in [8, 70] {
+            let reads = reads_with_gaps(paged_reads(types.clone(), sizes, tokens));
+            let reads = copied(reads, &device, &options);
+            parity(&format!("sim, {}, reads of copies with gaps", device.name), 40, reads, &sim);
+        }
+    }
 }
 
 #[test]

@@ -580,6 +580,29 @@ layer!(
     RotaryParams
 );
 
+/// Scalars of `paged_gaps`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+pub struct PagedGapsParams {
+    /// Sequences, blocks, and rotation of queries; of sequences of fewer than `least` tokens nothing
+    /// is computed.
+    pub paged: PagedParams,
+    /// What quantized values are: a [`Format`](crate::num::Format).
+    pub format: u32,
+    /// Blocks of threads that share the rows of a sequence.
+    pub parts: u32,
+    /// 1: a token sees no later one.
+    pub causal: u32,
+    /// One of [`sink`].
+    pub sink: u32,
+    /// Factor on q·k.
+    pub scale: f32,
+    /// Scores become softcap · tanh(score / softcap); 0: they stay.
+    pub softcap: f32,
+}
+
+layer!(PagedGapsParams fixes format, causal, sink, scale, softcap; paged in PagedParams);
+
 /// Scalars of `hopper` over a quantized cache.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]

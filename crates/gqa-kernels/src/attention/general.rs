@@ -628,11 +628,11 @@ fn store_f32<T: Element>(to: Shared<f32>, words: [u32; 4]) {
 }
 
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
-pub(super) fn warp_max(x: f32) -> f32 {
+pub(crate) fn warp_max(x: f32) -> f32 {
     [16, 8, 4, 2, 1].into_iter().fold(x, |x, distance| max(x, shfl_xor_f32(x, distance)))
 }
 
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
-pub(super) fn warp_sum(x: f32) -> f32 {
+pub(crate) fn warp_sum(x: f32) -> f32 {
     [16, 8, 4, 2, 1].into_iter().fold(x, |x, distance| x + shfl_xor_f32(x, distance))
 }

@@ -1,13 +1,13 @@
 //! How many blocks a launch has.
 
 use super::{
-    THREADS, append, append_dequantized, concat, dequantize, norm, paged, positions, quantize,
-    quantize_output, rolling, rope, scatter, tree, unpack,
+    THREADS, append, append_dequantized, concat, dequantize, gaps, norm, paged, positions,
+    quantize, quantize_output, rolling, rope, scatter, tree, unpack,
 };
 use crate::num::DType;
 use crate::params::{
-    PagedParams, PrologueParams, QuantizeOutputParams, RollingBiasParams, RollingParams,
-    ScatterParams, TreeMaskParams,
+    PagedGapsParams, PagedParams, PrologueParams, QuantizeOutputParams, RollingBiasParams,
+    RollingParams, ScatterParams, TreeMaskParams,
 };
 use crate::registry::{Entry, Role};
 
@@ -59,6 +59,12 @@ pub fn paged_grid(entry: &Entry, p: &PagedParams, multiprocessors: u32) -> [u32;
         _ => paged::paged_append_size(p, per_vec(entry)),
     };
     of_threads(size, multiprocessors)
+}
+
+/// Grid of `paged_gaps`, whose `parts` are not told yet, and these.
+pub fn paged_gaps_grid(p: &PagedGapsParams, multiprocessors: u32) -> ([u32; 3], u32) {
+    let size = gaps::paged_gaps_size(p, multiprocessors);
+    (capped(count(size), multiprocessors), size[1])
 }
 
 /// A thread for each index.

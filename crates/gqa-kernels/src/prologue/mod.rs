@@ -18,6 +18,7 @@
 //! | `unpack_qkv_with_rope_and_append_kv` | everything for a shared cache in one launch | [`unpack`] |
 //! | `paged_append`, `paged_append_quantized`, `paged_gather`, `paged_scatter` | a paged KV cache and tokens one behind the other, as a cache and rows without | [`paged`] |
 //! | `paged_dequantize` | the dequantized values in blocks, in blocks that lie side by side | [`dequantize`] |
+//! | `paged_gaps` | attention anew for sequences whose block tables lead outside of the cache | [`gaps`] |
 //! | `qk_norm` | divides rows of Q and K by their root mean square | [`norm`] |
 //! | `quantize_kv` | quantized values of new rows in a quantized cache, and all dequantized values | [`quantize`] |
 //! | `quantize_output` | results as e4m3 times a scale, behind attention | [`mod@quantize_output`] |
@@ -32,6 +33,7 @@ pub mod append;
 pub mod append_dequantized;
 pub mod concat;
 pub mod dequantize;
+pub mod gaps;
 pub mod norm;
 pub mod paged;
 pub mod positions;
@@ -62,6 +64,6 @@ fn seqlen(p: &PrologueParams, seqlens_k: Global<i32>, b: u32) -> Seqlen {
 mod grid;
 #[cfg(not(target_arch = "nvptx64"))]
 pub use grid::{
-    grid, paged_grid, quantize_output_grid, rolling_bias_grid, rolling_kv_grid,
+    grid, paged_gaps_grid, paged_grid, quantize_output_grid, rolling_bias_grid, rolling_kv_grid,
     rolling_lengths_grid, scatter_rows_grid, tree_mask_rows_grid,
 };

@@ -8,6 +8,7 @@
 //! | `paged_dequantize` ([`dequantize`](super::dequantize)) | writes the dequantized values of a sequence into blocks of its own |
 //! | `paged_gather` | copies the rows of every sequence into a cache without blocks, and tells their lengths |
 //! | `paged_scatter` | copies output rows of (batch, row) to their tokens |
+//! | `paged_gaps` ([`gaps`](super::gaps)) | computes the rows of sequences anew whose tables lead outside of the cache |
 //!
 //! Sequence `b` has `new` tokens, from `starts[b]` on, behind `past` rows. As attention takes S
 //! rows for each sequence, of which the last stands at the end of the sequence, token `i` is row
@@ -78,10 +79,15 @@ impl Blocks {
     /// The row of the cache, through all blocks, that has row `row` of batch entry `b`.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn row(self, p: &PagedParams, b: u32, row: u32) -> Option<u32> {
-        let index = b as usize * p.per_sequence as usize + (row / p.block_size) as usize;
-        let block = self.table.load(index);
-        (block >= 0 && (block as u32) < p.blocks)
-            .then(|| block as u32 * p.block_size + row % p.block_size)
+        let block = self.entry(p, b, row / p.block_size);
+        (block < p.blocks).then(|| block * p.block_size + row % p.block_size)
+    }
+
+    /// Entry `nth` of a sequence's row of the table; `p.blocks` or more where it leads outside of
+    /// the cache.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub fn entry(self, p: &PagedParams, b: u32, nth: u32) -> u32 {
+        self.table.load(b as usize * p.per_sequence as usize + nth as usize) as u32
     }
 
     /// The one that takes token `i` of a sequence.

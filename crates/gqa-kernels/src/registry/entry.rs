@@ -215,6 +215,8 @@ roles! {
     PagedDequantize: "paged_dequantize";
     /// Gathers the rows of a paged cache, sequence by sequence.
     PagedGather: "paged_gather";
+    /// Computes rows anew whose block tables lead outside of a paged cache.
+    PagedGaps: "paged_gaps";
     /// Scatters output rows to their tokens.
     PagedScatter: "paged_scatter";
     /// Writes a mask over the new tokens as one over all keys.

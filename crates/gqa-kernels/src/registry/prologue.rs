@@ -2,8 +2,8 @@
 
 use crate::num::{Code, Float8, Int4, Int8, bf16, e4m3, f16};
 use crate::params::{
-    PagedParams, PrologueParams, QuantizeOutputParams, RollingBiasParams, RollingParams,
-    ScatterParams, TreeMaskParams,
+    PagedGapsParams, PagedParams, PrologueParams, QuantizeOutputParams, RollingBiasParams,
+    RollingParams, ScatterParams, TreeMaskParams,
 };
 use crate::prologue::{
     self,
@@ -11,6 +11,7 @@ use crate::prologue::{
     append_dequantized::append_dequantized,
     concat::{concat_new_to_past_kv, concat_rows},
     dequantize::paged_dequantize,
+    gaps::{self, paged_gaps},
     norm::qk_norm,
     paged::{paged_append, paged_append_quantized, paged_gather, paged_scatter},
     positions::seqlens_to_pos_ids,
@@ -44,6 +45,7 @@ pub(super) static TABLES: &[&[super::Entry]] = &[
     PAGED_DEQUANTISE,
     PAGED_GATHER,
     PAGED_SCATTER,
+    PAGED_GAPS,
     SCATTER_ROWS,
     TREE_MASK_ROWS,
     SLIDE_KV,
@@ -239,6 +241,15 @@ kernels!(PAGED_GATHER, Prologue: PagedGather, "family-prologue",
 kernels!(PAGED_SCATTER, Prologue: PagedScatter, "family-prologue", (rows: u8, row_lse: f32, starts: i32, past_seqlens: i32, out: u8, lse: f32; p: PagedParams),
     each { head_size: 0, rows: 0, keys: 0, threads: prologue::THREADS, min_blocks: 0, shared: 0, hot: true, min_sm: 70 }, {
     gqa_paged_scatter => paged_scatter, T = f32;
+});
+
+kernels!(PAGED_GAPS, Prologue: PagedGaps, "family-prologue",
+    (q: T, cos: T, sin: T, starts: i32, past_seqlens: i32, block_table: i32, k_cache: T, v_cache: T, k_codes: u8, v_codes: u8, k_scale: f32, v_scale: f32,
+     tree_mask: i64, head_sink: T, out: T, lse: f32; p: PagedGapsParams),
+    each { head_size: 0, rows: 0, keys: 0, threads: gaps::THREADS, min_blocks: 0, shared: gaps::SHARED_BYTES, hot: true, min_sm: 70 }, {
+    gqa_paged_gaps_f32 => paged_gaps::<f32>, T = f32;
+    gqa_paged_gaps_f16 => paged_gaps::<f16>, T = f16;
+    gqa_paged_gaps_bf16 => paged_gaps::<bf16>, T = bf16;
 });
 
 kernels!(SCATTER_ROWS, Prologue: ScatterRows, "family-prologue",

@@ -9,6 +9,7 @@
 //! | `paged_gather`: the rows of every sequence into scratch | | | always |
 //! | attention | `decode_paged`, `decode_paged_quantized` | `hopper_paged` or `tiled_paged`, and `decode_paged` (`mixed.rs`) | any kernel |
 //! | `paged_scatter`: output rows, and log-sum-exps, to their tokens | | | unless every sequence has one token, and no log-sum-exps are wanted |
+//! | `paged_gaps`: rows anew of sequences whose tables lead outside of the cache | | where the cache holds quantized values | always |
 //!
 //! `hopper_paged` has no log-sum-exps: of prompts these come from attention over gathered rows,
 //! where that GPU has it.
@@ -33,9 +34,9 @@ use super::rows::Rows;
 use super::scratch::Scratch;
 use super::tree_mask::Expanded;
 use crate::tensors::TensorId;
-use crate::{DType, Pages, Problem, Result};
-use gqa_kernels::params::PagedParams;
-use gqa_kernels::prologue::paged_grid;
+use crate::{DType, Pages, Problem, Result, Sink};
+use gqa_kernels::params::{PagedGapsParams, PagedParams, sink};
+use gqa_kernels::prologue::{paged_gaps_grid, paged_grid};
 use gqa_kernels::registry::{Entry, Role};
 
 /// The launches of a call whose cache consists of blocks.
@@ -60,8 +61,8 @@ pub(super) fn compose(
         launches.push(Prologue::new(problem, pages, rows)?.append(Arg::Null, least, device)?);
     }
     let of_codes = others.iter().find(|attention| attention.reads_dequantized(problem));
-    let numbers = of_codes
-        .map(|attention| Dequantized::new(problem, pages, rows, attention.task.least, scratch));
+    let least = of_codes.map_or(0, |attention| attention.task.least);
+    let numbers = of_codes.map(|_| Dequantized::new(problem, pages, rows, least, scratch));
     let numbers = numbers.transpose()?;
     if let Some(numbers) = &numbers {
         launches.push(numbers.launch(device)?);
@@ -76,6 +77,9 @@ pub(super) fn compose(
             }
             _ => launches.extend(own),
         }
+    }
+    if numbers.is_some() {
+        launches.push(Prologue::new(problem, pages, rows)?.gaps(least, device)?);
     }
     if !(others.is_empty() && by_themselves.is_empty()) {
         return Ok(Composed { launches, decisions, positions: positions(problem, true) });
@@ -97,6 +101,7 @@ pub(super) fn compose(
     if gathered.output != Arg::Null {
         launches.push(gathered.scatter(device)?);
     }
+    launches.push(gathered.prologue.gaps(0, device)?);
     decisions.extend(call.decisions);
     Ok(Composed { launches, decisions, positions: positions(problem, true) })
 }
@@ -143,10 +148,6 @@ impl<'a> Prologue<'a> {
     /// New rows into the cache, of sequences of `least` tokens or more, and queries to `query`;
     /// null: they stay where they are.
     fn append(&self, query: Arg, least: usize, device: &DeviceInfo) -> Result<Launch> {
-        let rotation = |id| match self.problem.rotary {
-            Some(_) => tensor(self.problem, id, 0),
-            None => Arg::Null,
-        };
         let only_queries = self.problem.reads_pages_only();
         let new = |arg| if only_queries { Arg::Null } else { arg };
         let [k_scale, v_scale] = scale_tensors(self.problem);
@@ -154,8 +155,8 @@ impl<'a> Prologue<'a> {
             ("q", self.rows.query.arg),
             ("k", new(self.rows.key.arg)),
             ("v", new(self.rows.value.arg)),
-            ("cos", rotation(TensorId::CosCache)),
-            ("sin", rotation(TensorId::SinCache)),
+            ("cos", self.rotation(TensorId::CosCache)),
+            ("sin", self.rotation(TensorId::SinCache)),
             ("position_ids", Arg::Null),
             ("q_out", query),
             k_scale,
@@ -176,6 +177,49 @@ impl<'a> Prologue<'a> {
         self.launch(self.typed(role)?, &arguments, &params, device)
     }
 
+    /// cos_cache or sin_cache, if anything rotates.
+    fn rotation(&self, id: TensorId) -> Arg {
+        self.problem.rotary.map_or(Arg::Null, |_| tensor(self.problem, id, 0))
+    }
+
+    /// Behind attention to a copy of the cache: the rows of sequences of `least` tokens or more
+    /// whose tables lead outside of it.
+    fn gaps(&self, least: usize, device: &DeviceInfo) -> Result<Launch> {
+        let p = self.problem;
+        let [k_scale, v_scale] = scale_tensors(p);
+        let cached = |id, quantized| match p.quantized.is_some() == quantized {
+            true => tensor(p, id, 0),
+            false => Arg::Null,
+        };
+        let arguments = [
+            ("q", self.rows.query.arg),
+            ("cos", self.rotation(TensorId::CosCache)),
+            ("sin", self.rotation(TensorId::SinCache)),
+            ("k_cache", cached(TensorId::PresentKey, false)),
+            ("v_cache", cached(TensorId::PresentValue, false)),
+            ("k_codes", cached(TensorId::PresentKey, true)),
+            ("v_codes", cached(TensorId::PresentValue, true)),
+            k_scale,
+            v_scale,
+            ("tree_mask", tensor(p, TensorId::TreeMask, 0)),
+            ("head_sink", tensor(p, TensorId::HeadSink, 0)),
+            ("out", tensor(p, TensorId::Output, 0)),
+            ("lse", tensor(p, TensorId::Lse, 0)),
+        ];
+        let params = PagedGapsParams {
+            paged: PagedParams { least: u32_of("tokens", least)?, ..self.params },
+            format: p.quantized.map_or(0, |how| how.format as u32),
+            parts: 0,
+            causal: p.causal.into(),
+            sink: if p.sink == Sink::PerHead { sink::PER_HEAD } else { sink::NONE },
+            scale: p.least_scale(),
+            softcap: p.softcap_in_f32(),
+        };
+        let (grid, parts) = paged_gaps_grid(&params, device.multiprocessors);
+        let entry = find(Role::PagedGaps, element(p.dtype), None)?;
+        launch(entry, grid, &self.arguments(&arguments), &PagedGapsParams { parts, ..params })
+    }
+
     /// The kernel for the call's element type and quantized cache.
     fn typed(&self, role: Role) -> Result<&'static Entry> {
         let codes = self.problem.quantized.map(|how| how.format);
@@ -189,6 +233,12 @@ impl<'a> Prologue<'a> {
         params: &PagedParams,
         device: &DeviceInfo,
     ) -> Result<Launch> {
+        let grid = paged_grid(entry, params, device.multiprocessors);
+        launch(entry, grid, &self.arguments(arguments), params)
+    }
+
+    /// A launch's own arguments, and those of the sequences and the cache if it has no others.
+    fn arguments(&self, own: &[(&'static str, Arg)]) -> Vec<(&'static str, Arg)> {
         let p = self.problem;
         let of_pages = [
             ("starts", TensorId::CumulativeSequenceLength),
@@ -198,9 +248,7 @@ impl<'a> Prologue<'a> {
             ("k_cache", TensorId::PresentKey),
             ("v_cache", TensorId::PresentValue),
         ];
-        let of_pages = of_pages.map(|(name, id)| (name, tensor(p, id, 0)));
-        let grid = paged_grid(entry, params, device.multiprocessors);
-        launch(entry, grid, &[arguments, &of_pages].concat(), params)
+        [own, &of_pages.map(|(name, id)| (name, tensor(p, id, 0)))].concat()
     }
 }
 

@@ -8,9 +8,9 @@ use crate::{
 };
 use gqa_kernels::params::{
     AttentionParams, DecodeParams, Float8OperandsParams, Float8Params, HopperParams, MaskedParams,
-    PagedDecodeParams, PagedHopperParams, PagedParams, PagedTiledParams, PrologueParams,
-    QuantizeOutputParams, QuantizedHopperParams, QuantizedPagedHopperParams, RollingBiasParams,
-    RollingParams, Strides, TreeMaskParams, overlap,
+    PagedDecodeParams, PagedGapsParams, PagedHopperParams, PagedParams, PagedTiledParams,
+    PrologueParams, QuantizeOutputParams, QuantizedHopperParams, QuantizedPagedHopperParams,
+    RollingBiasParams, RollingParams, Strides, TreeMaskParams, overlap,
 };
 use gqa_kernels::prologue::dequantize;
 use gqa_kernels::registry::{Entry, Role};
@@ -1566,7 +1566,7 @@ fn blocks_are_gathered() {
     rejections(&odd(over_blocks(8, 512, 512)), [why, why]);
     assert_eq!(
         kernels(&odd(over_blocks(8, 512, 512)), &off),
-        ["paged_append", "paged_gather", "hopper_f16_d128", "paged_scatter"]
+        ["paged_append", "paged_gather", "hopper_f16_d128", "paged_scatter", "paged_gaps"]
     );
     let unfused = PlanOptions { disable_fused_kv: true, ..PlanOptions::default() };
     let why = rejection(&over_blocks(8, 512, 0), "h200", &unfused, Family::HopperPaged);
@@ -1637,7 +1637,8 @@ fn chunks_are_multiplied_by_keys_of_float8() {
     assert_eq!(why, "1028 packed query rows are over 1024");
     let blocks = |rows| of(DType::BF16, equal(over_blocks(8, rows, 2048)));
     assert_eq!(kernels(&blocks(512), &off)[1..], ["hopper_paged_quantized_f8_bf16_d128"]);
-    assert_eq!(kernels(&blocks(513), &off)[2..], ["hopper_paged_bf16_d128"]);
+    let prompt = ["hopper_paged_bf16_d128", "paged_gaps"];
+    assert_eq!(kernels(&blocks(513), &off)[2..], prompt);
 }
 
 /// On GPUs without wgmma, whatever the sequences' lengths, and with log-sum-exps.
@@ -1661,7 +1662,8 @@ fn blocks_are_read_where_they_are_without_wgmma() {
     let odd = with_pages(over_blocks(8, 512, 512), |pages| Pages { block_size: 48, ..pages });
     assert_eq!(on("a100", &odd, &off)[1], "paged_gather");
     let codes = quantized(over_blocks(8, 512, 512), CODES[0]);
-    let launches = ["paged_append_quantized_i8", "paged_dequantize_i8", "tiled_paged_f16_d128"];
+    let [append, dequantize] = ["paged_append_quantized_i8", "paged_dequantize_i8"];
+    let launches = [append, dequantize, "tiled_paged_f16_d128", "paged_gaps"];
     assert_eq!(on("a100", &codes, &off), launches);
     // A decode step of each sequence beside a prompt; nobody shares tiles with a launch beside it.
     let mixed = with_pages(over_blocks(64, 512, 8192), |pages| Pages { tokens: 575, ..pages });
@@ -1698,7 +1700,9 @@ fn blocks_are_read_where_they_are_without_wgmma() {
 fn codes_in_blocks_become_numbers_in_blocks() {
     let off = PlanOptions::default();
     let codes = |p| quantized(p, CODES[0]);
-    let prompts = ["paged_append_quantized_i8", "paged_dequantize_i8", "hopper_paged_f16_d128"];
+    let [append, numbers] = ["paged_append_quantized_i8", "paged_dequantize_i8"];
+    let [prompt, gaps] = ["hopper_paged_f16_d128", "paged_gaps"];
+    let prompts = [append, numbers, prompt, gaps];
     assert_eq!(kernels(&codes(equal(over_blocks(8, 1024, 512))), &off), prompts);
     let odd = with_pages(codes(equal(over_blocks(8, 512, 512))), |pages| Pages {
         block_size: 48,
@@ -1709,10 +1713,9 @@ fn codes_in_blocks_become_numbers_in_blocks() {
         tokens: 1024 + 31,
         ..pages
     });
-    let [append, numbers, prompt] = prompts;
     let step = "decode_paged_i8_f16_d128_r16_w4";
     let plan = plan(&mixed, &device("h200"), &off).unwrap();
-    assert_eq!(kernels(&mixed, &off), [append, numbers, prompt, step, prompt]);
+    assert_eq!(kernels(&mixed, &off), [append, numbers, prompt, step, prompt, gaps]);
     // Only those of prompts are wanted.
     let paged: &PagedParams = bytemuck::from_bytes(&plan.launches[1].params);
     let many: &PagedHopperParams = bytemuck::from_bytes(&plan.launches[2].params);
@@ -1809,6 +1812,10 @@ fn check(plan: &Plan, launch: &Launch) {
             }
             Family::Prologue if role == Role::PagedDequantize => {
                 dequantize_reach(name, &plan.problem, bytemuck::from_bytes(&launch.params), element)
+            }
+            Family::Prologue if role == Role::PagedGaps => {
+                let p: &PagedGapsParams = bytemuck::from_bytes(&launch.params);
+                paged_reach(name, &plan.problem, &p.paged, element)
             }
             Family::Prologue if kernel.starts_with("gqa_paged_") => {
                 paged_reach(name, &plan.problem, bytemuck::from_bytes(&launch.params), element)
@@ -1976,8 +1983,10 @@ fn paged_reach(name: &str, problem: &Problem, p: &PagedParams, element: usize) -
         "past_seqlens" | "lengths" => p.batch as usize * 4,
         "block_table" => (p.batch * p.per_sequence) as usize * 4,
         "slot_mapping" => p.tokens as usize * 4,
+        "tree_mask" => p.tokens as usize * 8,
+        "head_sink" => p.q_heads as usize * element,
         "q_out" | "rows" => rows(p.batch * p.q_len, p.q_heads),
-        "k_cache" | "v_cache" => {
+        "k_cache" | "v_cache" | "k_codes" | "v_codes" => {
             let [.., width] = problem.key_cache_shape(0);
             let row = width * problem.key_cache_dtype().size();
             (p.blocks * p.block_size * p.kv_heads) as usize * row
