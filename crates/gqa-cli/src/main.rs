@@ -26,6 +26,7 @@ use std::io::ErrorKind;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
+use gqa_host::plan::environment;
 
 /// GroupQueryAttention in Rust: on a GPU through CUDA, on a CPU, on a simulated GPU.
 ///
@@ -99,12 +100,7 @@ fn run(command: Option<Command>) -> anyhow::Result<ExitCode> {
 
 /// Log lines go to stderr: warnings, or what GQA_LOG asks for.
 fn log() -> anyhow::Result<()> {
-    let wanted = std::env::var_os("GQA_LOG").unwrap_or_else(|| "warn".into());
-    let known = wanted.to_str().filter(|wanted| !wanted.contains(|c: char| c.is_ascii_digit()));
-    let level: Option<tracing::Level> = known.and_then(|wanted| wanted.parse().ok());
-    let level = level.ok_or_else(|| {
-        Usage(format!("GQA_LOG: got {wanted:?}; allowed: error, warn, info, debug, trace"))
-    })?;
+    let level = environment::log_level().map_err(|error| Usage(error.to_string()))?;
     let lines = tracing_subscriber::fmt().with_writer(std::io::stderr).with_max_level(level);
     lines.without_time().init();
     Ok(())

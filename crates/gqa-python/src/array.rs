@@ -2,7 +2,7 @@
 
 use crate::dlpack;
 use crate::element::Element;
-use crate::error::{invalid, raised, room};
+use crate::error::{invalid, mistyped, raised, room};
 use crate::memory::Memory;
 use gqa_host::DType;
 use half::{bf16, f16};
@@ -29,8 +29,12 @@ impl Known for bf16 {
 /// What the elements of an argument are.
 #[derive(Clone, Copy)]
 pub enum Kind {
-    /// Rows of heads.
+    /// Queries, or outputs of merged parts: the first array of a call.
     Heads,
+    /// Rows of heads of the type of the first array, which has this name.
+    Like(DType, &'static str),
+    /// A KV cache of q's type.
+    Cache(DType),
     /// Lengths, places and bits.
     Integers,
     /// Numbers that are rounded to the type of heads, or float32.
@@ -43,18 +47,23 @@ impl Kind {
     fn allows(self, dtype: DType) -> bool {
         match self {
             Self::Heads => matches!(dtype, DType::F32 | DType::F16 | DType::BF16),
+            Self::Like(first, _) | Self::Cache(first) => dtype == first,
             Self::Integers => matches!(dtype, DType::I32 | DType::I64),
             Self::Numbers => dtype.is_float(),
             Self::Mask => dtype == DType::Bool || dtype.is_float(),
         }
     }
 
-    fn allowed(self) -> &'static str {
+    fn allowed(self) -> Cow<'static, str> {
         match self {
-            Self::Heads => "float32, float16 or bfloat16",
-            Self::Integers => "int32 or int64",
-            Self::Numbers => "float32, float16, bfloat16 or float64",
-            Self::Mask => "bool, float32, float16, bfloat16 or float64",
+            Self::Heads => "float32, float16 or bfloat16".into(),
+            Self::Like(first, name) => format!("{first}, as {name}").into(),
+            Self::Cache(first) => {
+                format!("{first}, as q; quantized KV caches are torch's tensors on a GPU").into()
+            }
+            Self::Integers => "int32 or int64".into(),
+            Self::Numbers => "float32, float16, bfloat16 or float64".into(),
+            Self::Mask => "bool, float32, float16, bfloat16 or float64".into(),
         }
     }
 }
@@ -140,7 +149,7 @@ impl Array {
     /// Unless it has that, in memory of the CPU, and elements of that kind.
     pub fn of(name: &'static str, object: &Bound<'_, PyAny>, kind: Kind) -> PyResult<Self> {
         let Described { dtype, shape, strides, data, read_only, device, capsule } =
-            Described::of(name, object, None, kind.allowed())?;
+            Described::of(name, object, None, &kind.allowed())?;
         if !kind.allows(dtype) {
             return Err(invalid(name, dtype, kind.allowed()));
         }
@@ -343,7 +352,7 @@ fn capsule<'py>(
     let py = object.py();
     if !object.hasattr("__dlpack__")? {
         let got = object.get_type().name()?.to_string();
-        return Err(invalid(name, got, "an array with __dlpack__: of numpy, torch, jax"));
+        return Err(mistyped(name, got, "an array with __dlpack__: of numpy, torch, jax"));
     }
     let options = PyDict::new(py);
     if let Some(stream) = stream {
@@ -395,12 +404,18 @@ fn dtype(tensor: &dlpack::Tensor) -> Result<DType, String> {
         (4, 16, 1) => Ok(DType::BF16),
         (6, 8, 1) => Ok(DType::Bool),
         (code, bits, lanes) => {
-            let kinds = ["int", "uint", "float", "handle", "bfloat", "complex", "bool"];
             let lanes = if lanes == 1 { String::new() } else { format!(" x {lanes}") };
-            Err(match kinds.get(usize::from(code)) {
-                Some(kind) => format!("{kind}{bits}{lanes}"),
-                None => format!("{bits} bits of DLPack's type {code}{lanes}"),
-            })
+            let code = usize::from(code);
+            Err(
+                match (
+                    dlpack::KINDS.get(code),
+                    dlpack::SMALL.get(code.wrapping_sub(dlpack::KINDS.len())),
+                ) {
+                    (Some(kind), _) => format!("{kind}{bits}{lanes}"),
+                    (None, Some(name)) => format!("{name}{lanes}"),
+                    (None, None) => format!("{bits} bits of DLPack's type {code}{lanes}"),
+                },
+            )
         }
     }
 }

@@ -160,6 +160,17 @@ impl<T: Element> Call<T> {
     }
 
     fn run(&self, out: &mut [T], lse: Option<&mut [f32]>) -> Result<(), Error> {
+        tracing::debug!(
+            backend = "cpu",
+            dtype = %T::DTYPE,
+            sequences = self.sequences.len(),
+            rows = self.tokens(),
+            longest = self.most(|sequence| sequence.keys),
+            heads = self.q.heads,
+            kv_heads = self.k.heads,
+            size = self.q.size,
+            "run"
+        );
         if lse.is_none() && self.reads_blocks() {
             return self.run_in_blocks(out);
         }

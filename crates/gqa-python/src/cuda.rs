@@ -38,9 +38,16 @@ impl Gpu {
     }
 
     /// An array of another library in the GPU's memory, for work in that stream. Streams are
-    /// handles that last, or 1: the legacy default stream.
-    fn array(&self, name: &str, object: &Bound<'_, PyAny>, stream: usize) -> PyResult<GpuArray> {
-        GpuArray::of(self, self.0.ordinal, name, object, stream)
+    /// handles that last, or 1: the legacy default stream. `allowed` are the types of elements
+    /// that an error names.
+    fn array(
+        &self,
+        name: &str,
+        object: &Bound<'_, PyAny>,
+        stream: usize,
+        allowed: &str,
+    ) -> PyResult<GpuArray> {
+        GpuArray::of(self, self.0.ordinal, name, object, stream, allowed)
     }
 
     /// A new array, whose elements are whatever they are.

@@ -12,6 +12,24 @@ pub const CPU: i32 = 1;
 /// Device type of memory of an NVIDIA GPU.
 pub const CUDA: i32 = 2;
 
+/// Names of the first type codes, which the number of bits completes.
+pub const KINDS: [&str; 7] = ["int", "uint", "float", "handle", "bfloat", "complex", "bool"];
+
+/// Names of the type codes that follow.
+pub const SMALL: [&str; 11] = [
+    "float8_e3m4",
+    "float8_e4m3",
+    "float8_e4m3b11fnuz",
+    "float8_e4m3fn",
+    "float8_e4m3fnuz",
+    "float8_e5m2",
+    "float8_e5m2fnuz",
+    "float8_e8m0fnu",
+    "float6_e2m3fn",
+    "float6_e3m2fn",
+    "float4_e2m1fn",
+];
+
 /// Flag of an array that must not be written.
 pub const READ_ONLY: u64 = 1;
 

@@ -2,7 +2,7 @@
 
 use gqa_host::Error;
 use pyo3::create_exception;
-use pyo3::exceptions::{PyMemoryError, PyRuntimeError, PyValueError};
+use pyo3::exceptions::{PyMemoryError, PyRuntimeError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
 
 create_exception!(gqa, DriverError, PyRuntimeError, "The GPU could not be used.");
@@ -10,8 +10,16 @@ create_exception!(gqa, NoDriverError, DriverError, "There is no NVIDIA driver on
 
 /// A caller's error: which argument, what was got and what is allowed.
 pub fn invalid(argument: &str, got: impl ToString, allowed: impl ToString) -> PyErr {
-    let (got, allowed) = (got.to_string(), allowed.to_string());
-    PyValueError::new_err(format!("{argument}: got {got}; allowed: {allowed}"))
+    PyValueError::new_err(message(argument, got, allowed))
+}
+
+/// The same where an argument is an object of another kind.
+pub fn mistyped(argument: &str, got: impl ToString, allowed: impl ToString) -> PyErr {
+    PyTypeError::new_err(message(argument, got, allowed))
+}
+
+fn message(argument: &str, got: impl ToString, allowed: impl ToString) -> String {
+    format!("{argument}: got {}; allowed: {}", got.to_string(), allowed.to_string())
 }
 
 /// Memory for so many elements.

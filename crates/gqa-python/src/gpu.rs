@@ -13,9 +13,6 @@ use std::ffi::{CStr, c_void};
 use std::ptr::null_mut;
 use std::sync::Arc;
 
-/// Types of elements that calls on a GPU may have.
-const KNOWN: &str = "float32, float16, bfloat16, int32, int64 or bool";
-
 /// An array in memory of a GPU, which an array of another library or the package itself owns.
 #[pyclass(frozen)]
 #[derive(Clone)]
@@ -41,14 +38,16 @@ enum Owner {
 
 impl GpuArray {
     /// Of an object that has `__dlpack__`, for work in that stream, as DLPack counts streams.
+    /// Errors about its type say what is `allowed`.
     pub fn of(
         gpu: &Gpu,
         index: u32,
         name: &str,
         object: &Bound<'_, PyAny>,
         stream: usize,
+        allowed: &str,
     ) -> PyResult<Self> {
-        let found = Described::of(name, object, Some(stream), KNOWN)?;
+        let found = Described::of(name, object, Some(stream), allowed)?;
         if found.device != (dlpack::CUDA, index as i32) {
             let got = format!(
                 "an array on device {} of DLPack's type {}",

@@ -10,6 +10,7 @@ mod error;
 mod gpu;
 mod heads;
 mod layouts;
+mod log;
 mod mask;
 mod memory;
 mod merge;
@@ -21,6 +22,7 @@ use array::{Array, Kind};
 use attend::Attend;
 use element::{Element, typed};
 use error::{DriverError, NoDriverError, raised};
+use gqa_host::DType;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use scores::Scores;
@@ -38,10 +40,15 @@ impl Arguments<'_, '_> {
         }
     }
 
-    /// An array of heads.
-    fn need(&self, argument: &str, name: &'static str) -> PyResult<Array> {
-        let array = self.array(argument, name, Kind::Heads)?;
-        array.ok_or_else(|| error::invalid(name, "None", "an array"))
+    /// An array that there must be.
+    fn need(&self, argument: &str, name: &'static str, kind: Kind) -> PyResult<Array> {
+        let array = self.array(argument, name, kind)?;
+        array.ok_or_else(|| error::mistyped(name, "None", "an array"))
+    }
+
+    /// Whether the call has that argument.
+    fn has(&self, argument: &str) -> PyResult<bool> {
+        Ok(self.0.get_item(argument)?.is_some_and(|object| !object.is_none()))
     }
 
     fn numbers(&self, name: &'static str) -> PyResult<Option<Numbers>> {
@@ -75,11 +82,16 @@ impl Arguments<'_, '_> {
 
     /// The arrays of attention; its queries, keys and values have these arguments and names.
     fn attended(&self, [q, k, v]: [(&str, &'static str); 3]) -> PyResult<attend::Arrays> {
+        let q = self.need(q.0, q.1, Kind::Heads)?;
+        let kind = match k.1 == "k_cache" || self.has("block_table")? {
+            true => Kind::Cache(q.dtype),
+            false => Kind::Like(q.dtype, "q"),
+        };
         Ok(attend::Arrays {
-            q: self.need(q.0, q.1)?,
-            k: self.need(k.0, k.1)?,
-            v: self.need(v.0, v.1)?,
-            out: self.need("out", "out")?,
+            q,
+            k: self.need(k.0, k.1, kind)?,
+            v: self.need(v.0, v.1, kind)?,
+            out: self.need("out", "out", Kind::Heads)?,
             lse: self.array("lse", "lse", Kind::Numbers)?,
             sinks: self.array("sinks", "s_aux", Kind::Numbers)?,
             slopes: self.array("alibi_slopes", "alibi_slopes", Kind::Numbers)?,
@@ -90,16 +102,20 @@ impl Arguments<'_, '_> {
 
     /// What is appended to a KV cache, if something is.
     fn appended(&self, turning: Turning) -> PyResult<Option<append::Arrays>> {
-        let Some(k) = self.array("k", "k", Kind::Heads)? else { return Ok(None) };
-        let cos = self.array("rotary_cos", "rotary_cos", Kind::Heads)?;
-        let sin = self.array("rotary_sin", "rotary_sin", Kind::Heads)?;
+        if !self.has("k")? {
+            return Ok(None);
+        }
+        let q = self.need("q", "q", Kind::Heads)?;
+        let (cache, new) = (Kind::Cache(q.dtype), Kind::Like(q.dtype, "q"));
+        let cos = self.array("rotary_cos", "rotary_cos", new)?;
+        let sin = self.array("rotary_sin", "rotary_sin", new)?;
         Ok(Some(append::Arrays {
-            q: self.need("q", "q")?,
+            q,
             rotated: self.array("rotated", "q", Kind::Heads)?,
-            key_cache: self.need("k_cache", "k_cache")?,
-            value_cache: self.need("v_cache", "v_cache")?,
-            k,
-            v: self.need("v", "v")?,
+            key_cache: self.need("k_cache", "k_cache", cache)?,
+            value_cache: self.need("v_cache", "v_cache", cache)?,
+            k: self.need("k", "k", new)?,
+            v: self.need("v", "v", new)?,
             turns: cos.zip(sin).map(|(cos, sin)| [cos, sin]),
             turning,
         }))
@@ -175,11 +191,13 @@ fn merge_on_cpu(
     let arrays = |name, objects: &[Bound<'_, PyAny>], kind| {
         objects.iter().map(|object| Array::of(name, object, kind)).collect::<PyResult<Vec<_>>>()
     };
+    let output = Array::of("output", output, Kind::Heads)?;
+    let first = Kind::Like(output.dtype, "the first");
     let parts = merge::Parts {
-        outputs: arrays("outputs", &outputs, Kind::Heads)?,
-        lses: arrays("log_sum_exps", &lses, Kind::Numbers)?,
-        output: Array::of("output", output, Kind::Heads)?,
+        outputs: arrays("outputs", &outputs, first)?,
+        lses: arrays("log_sum_exps", &lses, Kind::Like(DType::F32, "these functions return"))?,
         lse: Array::of("lse", lse, Kind::Numbers)?,
+        output,
     };
     merge::merge(py, &parts)
 }
@@ -187,11 +205,13 @@ fn merge_on_cpu(
 /// What the package imports.
 #[pymodule]
 fn _gqa(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    log::start().map_err(raised)?;
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add("DriverError", module.py().get_type::<DriverError>())?;
     module.add("NoDriverError", module.py().get_type::<NoDriverError>())?;
     module.add_class::<cuda::Gpu>()?;
     module.add_class::<cuda::Call>()?;
+    module.add_class::<cuda::Plan>()?;
     module.add_class::<gpu::GpuArray>()?;
     module.add_class::<layouts::Layouts>()?;
     module.add_function(wrap_pyfunction!(attend_on_cpu, module)?)?;

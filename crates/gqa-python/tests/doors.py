@@ -120,7 +120,7 @@ class Edge:
         if "refused" in self.edge:
             try:
                 self.call(given, taken)
-            except ValueError as error:
+            except (TypeError, ValueError) as error:
                 assert str(error).startswith(f"{self.edge['refused']}: got "), str(error)
                 assert "; allowed: " in str(error), str(error)
                 return

@@ -18,6 +18,9 @@ class Foreign:
     def __init__(self, array):
         self.array, self.shape, self.dtype = array, array.shape, array.dtype
 
+    def __getitem__(self, part):
+        return Foreign(self.array[part])
+
     def __dlpack__(self, stream=None):
         return self.array.__dlpack__()
 

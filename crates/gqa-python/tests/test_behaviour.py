@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -150,3 +151,21 @@ def test_tensors_that_torch_negates():
     assert torch.equal(got, wanted)
     with pytest.raises(ValueError, match="^k_cache: got a view that torch negates"):
         gqa.flash_attn_with_kvcache(q, k, v, plain[1], plain[2], cache_seqlens=0)
+
+
+def logged(level):
+    """What a call leaves on stderr."""
+    code = "import gqa, numpy as np; q = np.ones((2, 5, 4, 16), 'f4'); gqa.flash_attn_func(q, q, q)"
+    environment = {**os.environ, "GQA_LOG": level}
+    ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    return ran.returncode, ran.stderr
+
+
+def test_calls_are_logged():
+    wanted = 'backend="cpu" dtype=float32 sequences=2 rows=10 longest=5 heads=4 kv_heads=4 size=16'
+    code, lines = logged("debug")
+    assert code == 0 and [line for line in lines.splitlines() if wanted in line] != [], lines
+    assert logged("warn") == (0, "")
+    code, lines = logged("loud")
+    assert code != 0
+    assert 'GQA_LOG: got "loud"; allowed: error, warn, info, debug, trace' in lines

@@ -885,10 +885,19 @@ class Cases:
             ("s_aux", {"s_aux": numbers}),
             ("alibi_slopes", {"alibi_slopes": numbers}),
             ("mask", {"mask": numbers}),
-            ("window_size", {"window_size": (1.5, 0)}),
         ):
             with self.subTest(named), self.assertRaisesRegex(ValueError, f"^{named}: got "):
                 gqa.flash_attn_func(**({"q": q, "k": k, "v": v} | change))
+        for named, wrong in (
+            ("window_size", (1.5, 0)),
+            ("softmax_scale", "a"),
+            ("causal", "yes"),
+            ("s_aux", "a"),
+            ("alibi_slopes", "a"),
+            ("mask", "a"),
+        ):
+            with self.subTest(named), self.assertRaisesRegex(TypeError, f"^{named}: got "):
+                gqa.flash_attn_func(q, k, v, **{named: wrong})
 
     def test_a_callers_error_about_a_cache_is_named(self):
         q, k, v = (torch.randn(2, 3, 4, 16, device=self.device) for _ in "qkv")

@@ -202,7 +202,7 @@ def run(planned, tensors):
 
 def planned(gpu, call):
     """The plan of a call, as _launch.plan keeps it."""
-    return _launch._Planned(call, call.tensors, call.workspace_bytes, call.counters)
+    return _launch.Planned(call, call.tensors, call.workspace_bytes, call.counters)
 
 
 class Gpu:

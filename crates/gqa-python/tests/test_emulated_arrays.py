@@ -67,7 +67,7 @@ class Gpu:
     def __init__(self):
         self.taken = []
 
-    def array(self, name, given, stream):
+    def array(self, name, given, stream, allowed):
         if given.__dlpack_device__() != (GPU, 0):
             raise ValueError(f"{name}: got an array on the CPU; allowed: one on GPU 0")
         return self.made(Array(name, torch.from_numpy(given.array)))

@@ -27,7 +27,6 @@ def arrays(rows=3, keys=5, dtype=np.float32):
         ({"v": np.zeros((2, 4, 2, 16), np.float32)}, "v"),
         ({"q": np.zeros((2, 3, 4, 16))}, "q"),
         ({"q": np.zeros((3, 4, 16), np.float32)}, "q"),
-        ({"q": [[1.0]]}, "q"),
         ({"q": np.zeros((2, 3, 4, 0), np.float32)}, "q"),
     ],
 )
@@ -35,6 +34,35 @@ def test_a_callers_error_is_named(change, named):
     q, k, v = arrays()
     with pytest.raises(ValueError, match=f"^{named}.*: got .*; allowed: "):
         gqa.flash_attn_func(**({"q": q, "k": k, "v": v} | change))
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "s_aux", "alibi_slopes", "mask"])
+@pytest.mark.parametrize("wrong", [[[1.0]], "a", 3.0], ids=repr)
+def test_what_is_no_array_is_named(name, wrong):
+    q, k, v = arrays()
+    with pytest.raises(TypeError, match=f"^{name}: got (list|str|float); allowed: an array "):
+        gqa.flash_attn_func(**({"q": q, "k": k, "v": v} | {name: wrong}))
+
+
+NO_FLAGS = ["yes", None, 2, -1, 0.5, np.ones(2, bool), []]
+
+
+@pytest.mark.parametrize("wrong", NO_FLAGS, ids=repr)
+def test_flags_are_true_or_false(wrong):
+    q, k, v = arrays(3, 3)
+    starts = np.array([0, 3, 6], np.int32)
+    packed = [x.reshape(-1, *x.shape[2:]) for x in (q, k, v)]
+    calls = (
+        (gqa.flash_attn_func, (q, k, v), "return_attn_probs"),
+        (gqa.flash_attn_varlen_func, (*packed, starts, starts), "return_attn_probs"),
+        (gqa.flash_attn_with_kvcache, (q, k, v), "rotary_interleaved"),
+    )
+    for function, tensors, third in calls:
+        for name in ("causal", "return_softmax_lse", third):
+            with pytest.raises(TypeError, match=f"^{name}: got .*; allowed: True or False$"):
+                function(*tensors, **{name: wrong})
+            for right in (True, False, 1, 0, np.True_, np.False_):
+                function(*tensors, **{name: right})
 
 
 @pytest.mark.parametrize(
@@ -331,11 +359,19 @@ def test_types_of_lengths_are_named(name, dtype):
 def test_types_of_heads_are_named(name, dtype):
     q, k, v = arrays()
     tensors = {"k": k, "v": v} | {name: k.astype(dtype)}
-    wanted = f"{name}: got {np.dtype(dtype).name}; allowed: float32, float16 or bfloat16$"
-    with pytest.raises(ValueError, match=f"^{wanted}"):
+    wanted = f": got {np.dtype(dtype).name}; allowed: float32, as q"
+    with pytest.raises(ValueError, match=f"^{name}{wanted}$"):
         gqa.flash_attn_func(q, **tensors)
-    with pytest.raises(ValueError, match=f"^{name}_cache{wanted[1:]}"):
+    quantized = "quantized KV caches are torch's tensors on a GPU"
+    with pytest.raises(ValueError, match=f"^{name}_cache{wanted}; {quantized}$"):
         gqa.flash_attn_with_kvcache(q, tensors["k"], tensors["v"])
+    paged = {"block_table": np.zeros((2, 1), np.int32), "seqused_k": np.ones(2, np.int32)}
+    starts, packed = np.array([0, 3, 6], np.int32), q.reshape(6, *q.shape[2:])
+    with pytest.raises(ValueError, match=f"^{name}{wanted}; {quantized}$"):
+        gqa.flash_attn_varlen_func(packed, tensors["k"], tensors["v"], starts, **paged)
+    new = {"k": tensors["k"][:, :3], "v": tensors["v"][:, :3], "cache_seqlens": 1}
+    with pytest.raises(ValueError, match=f"^{name}{wanted}$"):
+        gqa.flash_attn_with_kvcache(q, k.copy(), v.copy(), **new)
     sinks = np.zeros(4, np.int16)
     with pytest.raises(ValueError, match="^s_aux: got int16; allowed: float32, float16, "):
         gqa.flash_attn_func(q, k, v, s_aux=sinks)
@@ -357,11 +393,11 @@ def test_numbers_that_are_none_are_named(wrong):
         for name in ("softcap", "softmax_scale"):
             if name == "softmax_scale" and wrong is None:
                 continue
-            with pytest.raises(ValueError, match=f"^{name}: got .*; allowed: 0, or "):
+            with pytest.raises(TypeError, match=f"^{name}: got .*; allowed: a number: 0, or "):
                 function(*tensors, **{name: wrong})
     for name in ("max_seqlen_q", "max_seqlen_k"):
         for bound in (2.0, 9.5, "9", [9]):
-            with pytest.raises(ValueError, match=f"^{name}: got .*; allowed: an integer or None"):
+            with pytest.raises(TypeError, match=f"^{name}: got .*; allowed: an integer or None"):
                 gqa.flash_attn_varlen_func(*packed, *starts, **{name: bound})
         gqa.flash_attn_varlen_func(*packed, *starts, **{name: 10**30})
 
@@ -373,7 +409,7 @@ def test_lengths_of_an_empty_batch_are_integers():
     with pytest.raises(ValueError, match="^cache_seqlens: got float64"):
         gqa.flash_attn_with_kvcache(q, k, v, cache_seqlens=np.zeros(0))
     for wrong in ([1.5, 2], [[1], [2]], ["1", "2"], 1.5):
-        with pytest.raises(ValueError, match="^cache_seqlens: got .*; allowed: int32 or int64"):
+        with pytest.raises(TypeError, match="^cache_seqlens: got .*; allowed: int32 or int64"):
             gqa.flash_attn_with_kvcache(*arrays(), cache_seqlens=wrong)
 
 

@@ -120,6 +120,9 @@ pub const CHECK: &str = "GQA_CHECK";
 /// Chooses the instructions of attention on the CPU.
 pub const CPU: &str = "GQA_CPU_INSTRUCTIONS";
 
+/// How much programs and packages log.
+const LOG: &str = "GQA_LOG";
+
 /// Variables that are no plan options: name, values, meaning.
 pub static AIDS: [(&str, &str, &str); 4] = [
     (
@@ -145,11 +148,29 @@ pub static AIDS: [(&str, &str, &str); 4] = [
          it, the library in `Instructions::from_env`",
     ),
     (
-        "GQA_LOG",
+        LOG,
         "`error`, `warn`, `info`, `debug` or `trace`",
-        "the program `gqa` and the library for ONNX Runtime log to stderr; `debug` gives the sizes of each call, and entry, grid, threads and shared bytes before each launch",
+        "the program `gqa` and the packages for Python and ONNX Runtime log to stderr; `debug` \
+         gives the sizes of each call, and entry, grid, threads and shared bytes before each \
+         launch. Read when the program starts, the package is imported, or the library registered",
     ),
 ];
+
+/// The least severe lines that `GQA_LOG` asks for, warnings where it is not set. Programs and
+/// packages that log read it; the library does not.
+///
+/// # Errors
+///
+/// [`Error::Switch`] where it is no such level.
+pub fn log_level() -> Result<tracing::Level> {
+    let wanted = std::env::var_os(LOG).unwrap_or_else(|| "warn".into());
+    let known = wanted.to_str().filter(|wanted| !wanted.contains(|c: char| c.is_ascii_digit()));
+    known.and_then(|wanted| wanted.parse().ok()).ok_or_else(|| Error::Switch {
+        name: LOG,
+        got: wanted.to_string_lossy().into_owned(),
+        allowed: "error, warn, info, debug, trace",
+    })
+}
 
 impl PlanOptions {
     /// Reads the process environment. Unknown `GQA_*` names are reported through `tracing` as

@@ -11,13 +11,23 @@ from gqa._flash import (
     merge_states,
 )
 from gqa._gqa import DriverError, NoDriverError, __version__
+from gqa._packed import (
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+)
 
 __all__ = [
     "DriverError",
     "NoDriverError",
     "__version__",
     "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
     "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
     "merge_states",
 ]

@@ -1,12 +1,20 @@
 """Attention on the CPU: arrays of any library, where they are."""
 
+from __future__ import annotations
+
 import operator
 import sys
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from gqa import _gqa
+from gqa._errors import invalid, mistyped
+from gqa._types import Array
+
+if TYPE_CHECKING:
+    from gqa._flash import Places, Scores
 
 
 class _Turning(NamedTuple):
@@ -16,12 +24,12 @@ class _Turning(NamedTuple):
     advances: bool
 
 
-def _is_torch(array):
+def _is_torch(array: Any) -> bool:
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(array, torch.Tensor)
 
 
-def _empty(like, shape, dtype=None, name="q"):
+def _empty(like: Any, shape: tuple[int, ...], dtype: Any = None, name: str = "q") -> Any:
     """An array like another: torch's for torch's; numpy's for all others."""
     if _is_torch(like):
         import torch
@@ -31,15 +39,15 @@ def _empty(like, shape, dtype=None, name="q"):
     return np.empty(shape, _numpy_type(name, like) if dtype is None else dtype)
 
 
-def _numpy_type(name, array):
+def _numpy_type(name: str, array: Any) -> np.dtype[Any]:
     dtype = str(array.dtype)
     if dtype not in ("float32", "float16"):
         allowed = "float32, float16 or torch's bfloat16"
-        raise ValueError(f"{name}: got {dtype}; allowed: {allowed}")
+        raise invalid(name, dtype, allowed)
     return np.dtype(dtype)
 
 
-def _as(like, array):
+def _as(like: Any, array: Any) -> Any:
     """A result as an array of like's library, where that takes numpy's."""
     namespace = getattr(like, "__array_namespace__", None)
     if array is None or _is_torch(like) or isinstance(like, np.ndarray) or namespace is None:
@@ -47,7 +55,7 @@ def _as(like, array):
     return namespace().from_dlpack(array)
 
 
-def _integers(name, numbers, count=1):
+def _integers(name: str, numbers: Any, count: int = 1) -> Any:
     """An array of integers; a single one is that of each of count sequences."""
     if numbers is None or hasattr(numbers, "__dlpack__") and getattr(numbers, "ndim", 1) > 0:
         return numbers
@@ -56,42 +64,51 @@ def _integers(name, numbers, count=1):
             # numpy takes an empty one for float64.
             return np.array([operator.index(number) for number in numbers], np.int64)
         return np.full(count, operator.index(numbers), np.int64)
-    except (TypeError, OverflowError):
-        raise ValueError(f"{name}: got {numbers!r}; allowed: int32 or int64") from None
+    except OverflowError:
+        raise invalid(name, repr(numbers), "int32 or int64") from None
+    except TypeError:
+        raise mistyped(name, repr(numbers), "int32 or int64") from None
 
 
-def plain(tensor):
+def plain(tensor: Any) -> Any:
     """A tensor of torch's whose memory holds its numbers: a copy where torch makes them as it
     reads, negated, as those of ``z.conj().imag``, or zeros that are nowhere."""
     return tensor.clone() if tensor._is_zerotensor() else tensor.resolve_neg()
 
 
-def check_in_memory(name, tensor):
+def check_in_memory(name: str, tensor: Any) -> None:
     """Errs where what is written to a tensor would go into such a copy."""
     if _is_torch(tensor) and plain(tensor) is not tensor:
         allowed = "a tensor whose memory holds its numbers, as resolve_neg() makes it"
-        raise ValueError(f"{name}: got a view that torch negates as it reads; allowed: {allowed}")
+        raise invalid(name, "a view that torch negates as it reads", allowed)
 
 
-def _shared(array):
+def _shared(array: Any) -> Any:
     """The same memory, without torch's gradient."""
     return plain(array.detach()) if _is_torch(array) else array
 
 
-def no_descales(descales):
+def no_descales(descales: Sequence[Array | None]) -> None:
     """Errs where there are scales of a quantized KV cache."""
     for name, scale in zip(("k_descale", "v_descale"), descales):
         if scale is not None:
             allowed = "None: quantized KV caches are torch's tensors on a GPU"
-            raise ValueError(f"{name}: got an array; allowed: {allowed}")
+            raise invalid(name, "an array", allowed)
 
 
-def _given(arrays):
+def _given(arrays: dict[str, Any]) -> dict[str, Any]:
     """The arrays that there are."""
     return {name: _shared(array) for name, array in arrays.items() if array is not None}
 
 
-def _attend(q, lse_shape, scores, turning=None, most=(None, None), **others):
+def _attend(
+    q: Array,
+    lse_shape: tuple[int, ...] | None,
+    scores: Scores,
+    turning: _Turning | None = None,
+    most: tuple[int | None, int | None] = (None, None),
+    **others: Any
+) -> tuple[Any, Any]:
     out = _empty(q, tuple(q.shape))
     lse = None if lse_shape is None else _empty(q, lse_shape, np.float32)
     arrays = {"q": q, "out": out, "lse": lse, **others}
@@ -103,18 +120,31 @@ def _attend(q, lse_shape, scores, turning=None, most=(None, None), **others):
     return out, lse
 
 
-def dense(q, k, v, scores, want_lse, mask):
+def dense(
+    q: Array, k: Array, v: Array, scores: Scores, want_lse: bool, mask: Array | None
+) -> tuple[Any, Any]:
     lse_shape = _lse_shape(q) if want_lse else None
     out, lse = _attend(q, lse_shape, scores, k=k, v=v, mask=mask)
     return _as(q, out), _as(q, lse)
 
 
-def _lse_shape(q):
+def _lse_shape(q: Array) -> tuple[int, ...]:
     batch, rows, heads, _ = q.shape
     return batch, heads, rows
 
 
-def varlen(q, k, v, starts, used, most, table, scores, want_lse, descales=()):
+def varlen(
+    q: Array,
+    k: Array,
+    v: Array,
+    starts: tuple[Any, Any],
+    used: Any,
+    most: tuple[int | None, int | None],
+    table: Array | None,
+    scores: Scores,
+    want_lse: bool,
+    descales: Sequence[Array | None] = (),
+) -> tuple[Any, Any]:
     no_descales(descales)
     given = {"cu_seqlens_q": starts[0]}
     given |= {"cu_seqlens_k": starts[1]} if used is None else {"seqused_k": used}
@@ -125,7 +155,17 @@ def varlen(q, k, v, starts, used, most, table, scores, want_lse, descales=()):
     return _as(q, out), _as(q, lse)
 
 
-def with_kvcache(q, cache, new, rope, places, scores, want_lse, tree=None, descales=()):
+def with_kvcache(
+    q: Array,
+    cache: tuple[Array, Array],
+    new: tuple[Array, Array] | None,
+    rope: tuple[Array, Array, bool] | None,
+    places: Places,
+    scores: Scores,
+    want_lse: bool,
+    tree: Array | None = None,
+    descales: Sequence[Array | None] = (),
+) -> tuple[Any, Any]:
     no_descales(descales)
     batch = q.shape[0]
     arrays = {
@@ -154,19 +194,19 @@ def with_kvcache(q, cache, new, rope, places, scores, want_lse, tree=None, desca
     return _as(q, out), _as(q, lse)
 
 
-def _check_changes(arrays):
+def _check_changes(arrays: dict[str, Any]) -> None:
     """Errs where a cache is jax's, whose arrays never change but do not say so, or a copy."""
     for name in ("k_cache", "v_cache"):
         check_in_memory(name, arrays[name])
         if type(arrays[name]).__module__.split(".")[0] in ("jax", "jaxlib"):
             allowed = "one that can be written: numpy's or torch's"
-            raise ValueError(f"{name}: got an array of jax; allowed: {allowed}")
+            raise invalid(name, "an array of jax", allowed)
 
 
-def merge(outputs, log_sum_exps):
+def merge(outputs: list[Array], log_sum_exps: list[Array]) -> tuple[Any, Any]:
     first = outputs[0]
     out = _empty(first, tuple(first.shape), name="outputs")
     lse = _empty(first, tuple(log_sum_exps[0].shape), np.float32)
-    parts = ([_shared(array) for array in arrays] for arrays in (outputs, log_sum_exps))
-    _gqa.merge_states(*parts, out, lse)
+    parts, sums = ([_shared(array) for array in arrays] for arrays in (outputs, log_sum_exps))
+    _gqa.merge_states(parts, sums, out, lse)
     return _as(first, out), _as(first, lse)

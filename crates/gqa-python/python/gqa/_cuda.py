@@ -1,26 +1,35 @@
 """Attention on an NVIDIA GPU, on torch's tensors."""
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Optional
 
 import torch
+from torch import Tensor
 
 from gqa import _fallback, _quantized, _steps
 from gqa._cpu import check_in_memory
-from gqa._flash import block_size
-from gqa._launch import ELEMENTS, filled, keeps, launches, plan, rising, run
-from gqa._quantized import FORMATS, Cache
+from gqa._errors import invalid, mistyped
+from gqa._flash import Places, Scores, Step, block_size
+from gqa._launch import ELEMENTS, Planned, Tensors, filled, keeps, launches, plan, rising, run
+from gqa._quantized import FORMATS, Cache, Rope
 
 _NEW_BLOCK = 128
+# The output, and log-sum-exps where they are asked for.
+_Results = tuple[Tensor, Optional[Tensor]]
+# Of the longest sequence's rows and keys, where a caller says them.
+_Bounds = tuple[Optional[int], Optional[int]]
+# A key of _steps, the arguments it is of, and constants.
+_Kept = tuple[Any, tuple[Any, ...], list[Tensor]]
 
 
 class _Sequences(NamedTuple):
     """Where the sequences of a paged call are, in blocks of so many rows."""
 
-    starts: torch.Tensor
-    lengths: torch.Tensor
+    starts: Tensor
+    lengths: Tensor
     # Whether lengths count the rows of the call.
     counts_new: bool
-    table: torch.Tensor
+    table: Tensor
     block_size: int
     most_tokens: int
     longest: int
@@ -28,11 +37,19 @@ class _Sequences(NamedTuple):
     has_all_rows: bool = False
 
 
-def dense(q, k, v, scores, want_lse, mask, step=None):
+def dense(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scores: Scores,
+    want_lse: bool,
+    mask: Any,
+    step: Step | None = None,
+) -> _Results:
     """``step`` is a key of _steps and the arguments it is of, where this call may be kept."""
     _check(q, {"k": k, "v": v}, 4)
     if k.shape[0] != q.shape[0]:
-        raise _invalid("k", f"{k.shape[0]} entries", f"{q.shape[0]}, the batch of q")
+        raise invalid("k", f"{k.shape[0]} entries", f"{q.shape[0]}, the batch of q")
     # Where nothing is kept, to make the tables costs more than one launch less brings.
     cache = Cache(k, v)
     if mask is None and q.shape[1] == 1 and keeps() and _reads_blocks(q, cache, scores):
@@ -44,8 +61,18 @@ def dense(q, k, v, scores, want_lse, mask, step=None):
 
 
 def varlen(
-    q, k, v, starts, used, most, table, scores, want_lse, step=None, descales=(None, None)
-):
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts: tuple[Any, Any],
+    used: Any,
+    most: _Bounds,
+    table: Any,
+    scores: Scores,
+    want_lse: bool,
+    step: Step | None = None,
+    descales: tuple[Any, Any] = (None, None),
+) -> _Results:
     """``step`` as that of dense."""
     if table is None:
         _check(q, {"k": k, "v": v}, 3)
@@ -67,10 +94,19 @@ def varlen(
 
 
 def with_kvcache(
-    q, cache, new, rope, places, scores, want_lse, step=None, tree=None, descales=(None, None)
-):
+    q: Tensor,
+    caches: tuple[Any, Any],
+    new: tuple[Any, Any] | None,
+    rope: tuple[Any, Any, bool] | None,
+    places: Places,
+    scores: Scores,
+    want_lse: bool,
+    step: Step | None = None,
+    tree: Tensor | None = None,
+    descales: tuple[Any, Any] = (None, None),
+) -> _Results:
     """``step`` is a key of _steps and the arguments it is of, where this call may be kept."""
-    cache = _cache(q, dict(zip(("k_cache", "v_cache"), cache)), descales)
+    cache = _cache(q, dict(zip(("k_cache", "v_cache"), caches)), descales)
     rope = None if rope is None else _rope(rope, q)
     places = _on_device(places, q, cache.keys)
     if new is not None:
@@ -87,69 +123,71 @@ def with_kvcache(
     return _over_rows(q, cache, new, rope, places, scores, want_lse, tree)
 
 
-def merge(outputs, log_sum_exps):
+def merge(outputs: list[Any], log_sum_exps: list[Any]) -> tuple[Tensor, Tensor]:
     for name, tensors in (("outputs", outputs), ("log_sum_exps", log_sum_exps)):
         for tensor in tensors:
             if not isinstance(tensor, torch.Tensor) or tensor.device != outputs[0].device:
                 got = getattr(tensor, "device", type(tensor).__name__)
-                raise _invalid(name, f"a tensor on {got}", f"{outputs[0].device}, as the first")
+                raise invalid(name, f"a tensor on {got}", f"{outputs[0].device}, as the first")
     return _fallback.merge(outputs, log_sum_exps)
 
 
-def _invalid(argument, got, allowed):
-    return ValueError(f"{argument}: got {got}; allowed: {allowed}")
-
-
-def _cache(q, pair, descales):
+def _cache(q: Tensor, pair: dict[str, Any], descales: tuple[Any, Any]) -> Cache:
     """The two tensors of a KV cache, which have names, with their scales if it is quantized."""
     cache, size = Cache(*pair.values()), q.shape[-1]
     name, dtype = next(iter(pair)), getattr(cache.keys, "dtype", None)
     if dtype not in FORMATS:
         if dtype not in (None, q.dtype) and q.dtype in ELEMENTS:
             types = ", ".join(map(str, FORMATS))
-            raise _invalid(name, dtype, f"{q.dtype}, as q, or quantized values: {types}")
+            raise invalid(name, dtype, f"{q.dtype}, as q, or quantized values: {types}")
         _check(q, pair, 4)
     elif FORMATS[dtype] == "int4":
         width = cache.keys.shape[-1]
         if 2 * width != size:
             got = f"{dtype} heads of {width} elements"
-            raise _invalid(name, got, f"two numbers of 4 bits to each, {size} in all, as q has")
+            raise invalid(name, got, f"two numbers of 4 bits to each, {size} in all, as q has")
         _check(q, pair, 4, dtype, width)
     else:
         _check(q, pair, 4, dtype)
     return _quantized.scaled(cache, size, descales)
 
 
-def _check(q, pair, dimensions, dtype=None, size=None):
+def _check(
+    q: Tensor,
+    pair: dict[str, Any],
+    dimensions: int,
+    dtype: torch.dtype | None = None,
+    size: int | None = None,
+) -> None:
     """Errs unless q and two tensors of heads, which have names, agree: these have q's type and size
     if no other ones are given."""
     if q.dtype not in ELEMENTS:
-        raise _invalid("q", q.dtype, "float32, float16 or bfloat16")
+        raise invalid("q", q.dtype, "float32, float16 or bfloat16")
     dtype, size = q.dtype if dtype is None else dtype, q.shape[-1] if size is None else size
     heads, device = q.shape[-2], q.device
     (first_name, first), (second_name, second) = pair.items()
     for name, tensor in pair.items():
         if not isinstance(tensor, torch.Tensor) or tensor.device != device:
             got = getattr(tensor, "device", type(tensor).__name__)
-            raise _invalid(name, f"a tensor on {got}", f"{device}, as q")
+            raise invalid(name, f"a tensor on {got}", f"{device}, as q")
         if tensor.dtype != dtype or tensor.dim() != dimensions:
             got = f"{tensor.dtype} {tuple(tensor.shape)}"
-            raise _invalid(name, got, f"{dtype} of {dimensions} dimensions")
+            raise invalid(name, got, f"{dtype} of {dimensions} dimensions")
     of_kv = first.shape[-2:]
     if of_kv[1] != size or of_kv[0] == 0 or heads == 0 or heads % of_kv[0]:
         allowed = f"heads of {size} elements, as many as divide q's {heads}"
-        raise _invalid(first_name, tuple(first.shape), allowed)
+        raise invalid(first_name, tuple(first.shape), allowed)
     if first.shape != second.shape:
-        raise _invalid(second_name, tuple(second.shape), tuple(first.shape))
+        raise invalid(second_name, tuple(second.shape), tuple(first.shape))
 
 
-def _aligned(tensor):
+def _aligned(tensor: Tensor) -> Tensor:
     """The tensor where it is contiguous and aligned, or else a copy."""
     is_aligned = tensor.is_contiguous() and tensor.data_ptr() % 16 == 0
     return tensor if is_aligned else tensor.clone(memory_format=torch.contiguous_format)
 
 
-def _readable(tensor):
+def _readable(tensor: Tensor) -> Tensor:
     """The tensor where kernels can read its strides, or else a contiguous copy."""
     size = tensor.element_size()
     moves = [stride for n, stride in zip(tensor.shape[:-1], tensor.stride()) if n > 1]
@@ -157,86 +195,106 @@ def _readable(tensor):
     return tensor if aligned and tensor.stride(-1) == 1 else _aligned(tensor)
 
 
-def _strides(tensor):
+def _strides(tensor: Tensor) -> tuple[int, ...] | None:
     """Of batch entries, rows and heads; None where the tensor is contiguous."""
     if tensor.is_contiguous():
         return None
     return tuple(stride if n > 1 else 0 for n, stride in zip(tensor.shape[:3], tensor.stride()))
 
 
-def _integers(name, numbers, device, shape):
+def _integers(name: str, numbers: Any, device: torch.device, shape: Sequence[int]) -> Tensor:
     """int32 numbers on the device; a single one is that of every sequence."""
     if isinstance(numbers, int):
         return torch.full(shape, numbers, dtype=torch.int32, device=device)
-    numbers = numbers if isinstance(numbers, torch.Tensor) else torch.as_tensor(numbers)
+    numbers = _tensor(name, numbers)
     numbers = numbers.expand(shape) if numbers.dim() == 0 else numbers
     if numbers.dtype not in (torch.int32, torch.int64):
-        raise _invalid(name, numbers.dtype, "int32 or int64")
+        raise invalid(name, numbers.dtype, "int32 or int64")
     if tuple(numbers.shape) != tuple(shape):
-        raise _invalid(name, tuple(numbers.shape), tuple(shape))
+        raise invalid(name, tuple(numbers.shape), tuple(shape))
     return _aligned(numbers.to(device=device, dtype=torch.int32))
 
 
-def _table(table, device, count):
+def _tensor(name: str, given: Any) -> Tensor:
+    """An argument as a tensor of torch's."""
+    try:
+        return torch.as_tensor(given)
+    except (TypeError, ValueError, RuntimeError):
+        raise mistyped(name, type(given).__name__, "a tensor, or numbers") from None
+
+
+def _table(table: Any, device: torch.device, count: int) -> Tensor:
     shape = tuple(getattr(table, "shape", ()))
     if len(shape) != 2:
-        raise _invalid("block_table", shape, f"({count}, blocks of a sequence)")
+        raise invalid("block_table", shape, f"({count}, blocks of a sequence)")
     return _integers("block_table", table, device, (count, shape[1]))
 
 
-def _starts(starts, used, most, device):
+def _starts(
+    starts: tuple[Any, Any], used: Any, most: _Bounds, device: torch.device
+) -> tuple[tuple[Tensor, Any], Tensor | None, tuple[int, int]]:
     """cu_seqlens of rows and keys, or the numbers of keys, on the GPU, and bounds of the longest
     sequence's."""
     shape = tuple(getattr(starts[0], "shape", ()))
     if len(shape) != 1 or shape[0] < 1:
-        raise _invalid("cu_seqlens_q", shape, "(sequences + 1,)")
+        raise invalid("cu_seqlens_q", shape, "(sequences + 1,)")
     if shape[0] == 1:
         # No sequence, so all rows are behind the last one.
         return starts, None, (0, 0)
     names = "cu_seqlens_q", "cu_seqlens_k"
-    pairs = zip(names, starts)
-    starts = [_integers(name, n, device, shape) if n is not None else None for name, n in pairs]
+    given = zip(names, starts)
+    # Without the keys' where lengths say them.
+    of_q: Any
+    of_k: Any
+    of_q, of_k = (n if n is None else _integers(name, n, device, shape) for name, n in given)
     lengths = None
     if used is not None:
         lengths = _integers("seqused_k", used, device, (shape[0] - 1,))
-    keys = starts[1].diff if lengths is None else lambda: lengths
-    longest = tuple(
-        int(numbers().max()) if given is None else given
-        for given, numbers in zip(most, (starts[0].diff, keys))
-    )
-    for name, number in zip(("max_seqlen_q", "max_seqlen_k"), longest):
+    # Only the GPU knows the longest one: to ask for it waits.
+    rows = int(of_q.diff().max()) if most[0] is None else most[0]
+    keys = most[1]
+    if keys is None:
+        keys = int((of_k.diff() if lengths is None else lengths).max())
+    for name, number in (("max_seqlen_q", rows), ("max_seqlen_k", keys)):
         if number < 0:
-            raise _invalid(name, number, "0 or more")
-    return starts, lengths, longest
+            raise invalid(name, number, "0 or more")
+    return (of_q, of_k), lengths, (rows, keys)
 
 
-def _sinks(scores, q):
+def _sinks(scores: Scores, q: Tensor) -> Tensor | None:
     if scores.sinks is None:
         return None
-    sinks = torch.as_tensor(scores.sinks).detach()
+    sinks = _tensor("s_aux", scores.sinks).detach()
     if tuple(sinks.shape) != (q.shape[-2],):
-        raise _invalid("s_aux", tuple(sinks.shape), f"({q.shape[-2]},), one for each head")
+        raise invalid("s_aux", tuple(sinks.shape), f"({q.shape[-2]},), one for each head")
     return _aligned(sinks.to(device=q.device, dtype=q.dtype))
 
 
-def _slopes(scores, batch, heads):
+def _slopes(scores: Scores, batch: int, heads: int) -> Tensor | None:
     if scores.slopes is None:
         return None
-    slopes = torch.as_tensor(scores.slopes).detach()
+    slopes = _tensor("alibi_slopes", scores.slopes).detach()
     if tuple(slopes.shape) not in ((heads,), (batch, heads)):
         allowed = f"({heads},) or ({batch}, {heads}), one for each head"
-        raise _invalid("alibi_slopes", tuple(slopes.shape), allowed)
+        raise invalid("alibi_slopes", tuple(slopes.shape), allowed)
     return slopes
 
 
-def _bias(q, keys, lengths, scores, mask, outside=None):
+def _bias(
+    q: Tensor,
+    keys: int,
+    lengths: Tensor | None,
+    scores: Scores,
+    mask: Any,
+    outside: Tensor | None = None,
+) -> tuple[Tensor | None, Tensor | None]:
     """What is added to scores, or says which are seen: (batch or 1, heads or 1, rows, keys or
     more); and how much too great log-sum-exps are by it, if they are. No row sees the keys outside,
     (batch, keys)."""
     batch, rows, heads, _ = q.shape
     slopes = _slopes(scores, batch, heads)
     if slopes is not None and mask is not None:
-        raise _invalid("mask", "a tensor", "None with alibi_slopes")
+        raise invalid("mask", "a tensor", "None with alibi_slopes")
     if slopes is not None:
         bias, excess = _fallback.alibi(slopes, q, keys, lengths, scores.sinks is None)
         if outside is not None:
@@ -248,11 +306,11 @@ def _bias(q, keys, lengths, scores, mask, outside=None):
         mask = seen.expand(-1, 1, rows, -1) if mask is None else mask & seen
     if mask is None:
         return None, None
-    mask = torch.as_tensor(mask).detach()
+    mask = _tensor("mask", mask).detach()
     fits = mask.dim() == 4 and mask.shape[0] in (1, batch) and mask.shape[1] in (1, heads)
     if not fits or tuple(mask.shape[2:]) != (rows, keys):
         allowed = f"({batch} or 1, {heads} or 1, {rows}, {keys})"
-        raise _invalid("mask", tuple(mask.shape), allowed)
+        raise invalid("mask", tuple(mask.shape), allowed)
     dtype = torch.bool if mask.dtype == torch.bool else q.dtype
     mask = mask.to(device=q.device, dtype=dtype)
     if rows == 1 or q.dtype == torch.float32:
@@ -262,8 +320,17 @@ def _bias(q, keys, lengths, scores, mask, outside=None):
 
 
 def _external(
-    q, k, v, scores, want_lse, lengths=None, shortest=None, mask=None, step=None, outside=None
-):
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scores: Scores,
+    want_lse: bool,
+    lengths: Tensor | None = None,
+    shortest: int | None = None,
+    mask: Any = None,
+    step: Step | None = None,
+    outside: Tensor | None = None,
+) -> _Results:
     """Attention of q (batch, rows, heads, size) to k and v where they are.
 
     Sequences have lengths, int32 (batch), or all keys; none has less than shortest. No row sees the
@@ -276,7 +343,7 @@ def _external(
     lse = q.new_empty((batch, heads, rows), dtype=torch.float32) if want_lse else None
     if q.numel() == 0 or k.numel() == 0:
         out.zero_()
-        return out, _with_sinks(lse.fill_(-torch.inf), sinks) if want_lse else None
+        return out, None if lse is None else _with_sinks(lse.fill_(-torch.inf), sinks)
     q, k, v = _readable(q), _readable(k), _readable(v)
     declared = None
     if bias is not None:
@@ -284,7 +351,7 @@ def _external(
         declared = *per, bias.dtype == torch.bool, bias.shape[3]
     shortest = keys if shortest is None else min(shortest, keys)
     numbers = batch, rows, keys, shortest, *map(_strides, (q, k, v)), want_lse, declared
-    tensors = {"query": q, "key": k, "value": v, "output": out, "lse": lse}
+    tensors: Tensors = {"query": q, "key": k, "value": v, "output": out, "lse": lse}
     tensors["seqlens_k"] = filled(q.device, batch, keys - 1) if lengths is None else lengths - 1
     tensors |= {"attention_bias": bias, "head_sink": sinks}
     planned = plan("external", q, kv_heads, scores, *numbers)
@@ -292,15 +359,25 @@ def _external(
     if step is not None:
         _steps.keep(step[0], planned, tensors, step[1], [tensors["seqlens_k"]])
     lse = lse if excess is None or lse is None else lse - excess
-    return out, _with_sinks(lse, sinks) if want_lse else None
+    return out, None if lse is None else _with_sinks(lse, sinks)
 
 
-def _with_sinks(lse, sinks):
+def _with_sinks(lse: Tensor, sinks: Tensor | None) -> Tensor:
     """Log-sum-exps, (..., heads, rows), whose sink counts where a row sees no key, too."""
     return lse if sinks is None else torch.where(lse == -torch.inf, sinks[:, None].float(), lse)
 
 
-def _padded(q, k, v, starts, lengths, rows, scores, want_lse, outside=None):
+def _padded(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts: Tensor,
+    lengths: Tensor,
+    rows: int,
+    scores: Scores,
+    want_lse: bool,
+    outside: Tensor | None = None,
+) -> _Results:
     """Attention of sequences of any lengths to padded keys, of which each has so many: its rows are
     padded, too. Rows that are not there then are 0."""
     # Rows are a sequence's last ones, so they are padded at the left.
@@ -314,7 +391,15 @@ def _padded(q, k, v, starts, lengths, rows, scores, want_lse, outside=None):
     return out.flatten(0, 1)[places].masked_fill_(~is_there[:, None, None], 0), lse
 
 
-def _out_of_blocks(q, cache, table, lengths, keys, scores, has_tree=False):
+def _out_of_blocks(
+    q: Tensor,
+    cache: Cache,
+    table: Tensor,
+    lengths: Tensor,
+    keys: int,
+    scores: Scores,
+    has_tree: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """So many keys and values of each sequence out of its blocks, how many it has of them, and
     which of them no row sees, (batch, keys), if any: those of blocks outside of the cache."""
     count, size = cache.keys.shape[:2]
@@ -326,18 +411,28 @@ def _out_of_blocks(q, cache, table, lengths, keys, scores, has_tree=False):
         outside = None
     else:
         outside = _fallback.outside(table, keys, count, size)
-    rows_of = [_fallback.gathered(tensor, table, keys) for tensor in cache.bytes()]
-    return *cache.decoded(rows_of, q.dtype), lengths, outside
+    stored_k, stored_v = (_fallback.gathered(tensor, table, keys) for tensor in cache.bytes())
+    return *cache.decoded((stored_k, stored_v), q.dtype), lengths, outside
 
 
-def _varlen_over_blocks(q, cache, starts, lengths, most, table, scores, want_lse, step):
+def _varlen_over_blocks(
+    q: Tensor,
+    cache: Cache,
+    starts: Tensor,
+    lengths: Tensor,
+    most: tuple[int, int],
+    table: Tensor,
+    scores: Scores,
+    want_lse: bool,
+    step: Step | None,
+) -> _Results:
     rows, keys = most
     table = _table(table, q.device, starts.shape[0] - 1)
     keys = min(keys, _room(cache.keys, table))
     if _reads_blocks(q, cache, scores) and _are_last(rows, keys, scores):
         size = cache.keys.shape[1]
         call = _Sequences(starts, lengths, True, table, size, rows, keys)
-        kept = None if step is None else (*step, [])
+        kept: _Kept | None = None if step is None else (*step, [])
         return _paged(q, cache, None, None, call, scores, want_lse, kept=kept)
     # Rows as _padded has them.
     padded = q.new_empty((0, rows, *q.shape[1:]))
@@ -345,38 +440,50 @@ def _varlen_over_blocks(q, cache, starts, lengths, most, table, scores, want_lse
     return _padded(q, k, v, starts, lengths, rows, scores, want_lse, outside)
 
 
-def _over_new_blocks(q, k, v, starts, rows, scores):
+def _over_new_blocks(
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, rows: int, scores: Scores
+) -> Tensor:
     """Sequences that see themselves only, over a paged KV cache that is made for the call."""
     count, columns = starts.shape[0] - 1, -(-rows // _NEW_BLOCK)
     shape = count * columns, _NEW_BLOCK, *k.shape[1:]
-    cache = Cache(*(torch.empty(shape, dtype=q.dtype, device=q.device) for _ in "kv"))
+    keys, values = (torch.empty(shape, dtype=q.dtype, device=q.device) for _ in "kv")
     table = rising(q.device, count * columns, 1).view(count, columns)
     past = filled(q.device, count, 0)
     call = _Sequences(starts, past, False, table, _NEW_BLOCK, rows, columns * _NEW_BLOCK)
-    return _paged(q, cache, (k, v), None, call, scores)[0]
+    return _paged(q, Cache(keys, values), (k, v), None, call, scores)[0]
 
 
-def _reads_blocks(q, cache, scores):
+def _reads_blocks(q: Tensor, cache: Cache, scores: Scores) -> bool:
     """Whether paged kernels read the cache where it is, and know what becomes of scores."""
     in_place = all(x.is_contiguous() and x.data_ptr() % 16 == 0 for x in cache.pair())
     in_place = in_place and cache.has_whole_rows() and cache.keys.numel() > 0
     return in_place and _suits_blocks(q, scores)
 
 
-def _are_last(rows, keys, scores):
+def _are_last(rows: int, keys: int, scores: Scores) -> bool:
     """Whether a sequence's rows, up to so many, are its last keys' own, one for one: those of a
     call that is not causal may be of another text, and any number."""
     return rows == 1 or rows <= keys and scores.window[1] == 0
 
 
-def _suits_blocks(q, scores):
+def _suits_blocks(q: Tensor, scores: Scores) -> bool:
     """Whether paged kernels know what becomes of scores."""
     known = scores.window[1] in (-1, 0) and scores.slopes is None
     # A scale of 0 is the usual one there.
     return known and scores.scale > 0 and q.shape[-1] % 8 == 0 and q.numel() > 0
 
 
-def _paged(q, cache, new, rope, call, scores, want_lse=False, tree=None, kept=None):
+def _paged(
+    q: Tensor,
+    cache: Cache,
+    new: tuple[Tensor, Tensor] | None,
+    rope: Rope | None,
+    call: _Sequences,
+    scores: Scores,
+    want_lse: bool = False,
+    tree: Tensor | None = None,
+    kept: _Kept | None = None,
+) -> _Results:
     """Attention of q (..., heads, size) over blocks, which take new keys and values first.
 
     Log-sum-exps have shape (heads, rows). ``kept`` is what _steps keeps of the call beside its plan
@@ -392,7 +499,16 @@ def _paged(q, cache, new, rope, call, scores, want_lse=False, tree=None, kept=No
     return tensors["output"], _with_sinks(lse, tensors["head_sink"]) if want_lse else None
 
 
-def _asked(q, cache, new, rope, call, scores, want_lse, has_tree=False):
+def _asked(
+    q: Tensor,
+    cache: Cache,
+    new: tuple[Tensor, Tensor] | None,
+    rope: Rope | None,
+    call: _Sequences,
+    scores: Scores,
+    want_lse: bool,
+    has_tree: bool = False,
+) -> tuple[Any, ...]:
     """What the planner is told of that.
 
     Only how many elements tensors have is of importance, as they are contiguous.
@@ -406,7 +522,16 @@ def _asked(q, cache, new, rope, call, scores, want_lse, has_tree=False):
     return "paged", q, kv_heads, scores, call.lengths.shape[0], tokens, *numbers, *wanted
 
 
-def _planned(q, cache, new, rope, call, scores, want_lse=False, tree=None):
+def _planned(
+    q: Tensor,
+    cache: Cache,
+    new: tuple[Tensor, Tensor] | None,
+    rope: Rope | None,
+    call: _Sequences,
+    scores: Scores,
+    want_lse: bool = False,
+    tree: Tensor | None = None,
+) -> tuple[Planned, Tensors]:
     """The plan of that, and its tensors."""
     q = _aligned(q)
     heads, tokens = q.shape[-2], q.shape[:-2].numel()
@@ -437,71 +562,92 @@ def _planned(q, cache, new, rope, call, scores, want_lse=False, tree=None):
     return planned, tensors
 
 
-def _rope(rope, q):
+def _rope(rope: tuple[Any, Any, bool], q: Tensor) -> Rope:
     cos, sin, interleaved = rope
     for name, tensor in (("rotary_cos", cos), ("rotary_sin", sin)):
+        if not isinstance(tensor, Tensor):
+            raise mistyped(name, type(tensor).__name__, "a tensor on q's GPU")
         fits = tensor.dim() == 2 and tensor.shape == cos.shape and tensor.dtype == q.dtype
         if not fits or tensor.device != q.device or 2 * tensor.shape[1] > q.shape[-1]:
             got = f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
             allowed = f"{q.dtype} (positions, up to {q.shape[-1] // 2}) on {q.device}"
-            raise _invalid(name, got, allowed)
+            raise invalid(name, got, allowed)
     return _aligned(cos), _aligned(sin), interleaved
 
 
-def _new(q, new, k_cache, table):
+def _new(
+    q: Tensor, new: tuple[Any, Any], k_cache: Tensor, table: Tensor | None
+) -> tuple[Tensor, Tensor]:
     _check(q, dict(zip("kv", new)), 4)
     rows = new[0].shape[1]
     expected = q.shape[0], rows, k_cache.shape[2], q.shape[-1]
     if tuple(new[0].shape) != expected:
-        raise _invalid("k", tuple(new[0].shape), expected)
+        raise invalid("k", tuple(new[0].shape), expected)
     room = _room(k_cache, table)
     if rows > room:
-        raise _invalid("k", f"{rows} new tokens", f"up to {room}")
+        raise invalid("k", f"{rows} new tokens", f"up to {room}")
     return new
 
 
-def _on_device(places, q, k_cache):
+def _on_device(places: Places, q: Tensor, k_cache: Tensor) -> Places:
     """The same as int32 tensors on q's device."""
     batch, device = q.shape[0], q.device
     lengths, entries, first, table = places
     if table is not None:
         table = _table(table, device, batch)
     elif entries is None and k_cache.shape[0] != batch:
-        raise _invalid("k_cache", f"{k_cache.shape[0]} entries", f"{batch}, the batch of q")
+        raise invalid("k_cache", f"{k_cache.shape[0]} entries", f"{batch}, the batch of q")
     names = "cache_seqlens", "cache_batch_idx", "cache_leftpad"
-    numbers = (
+    lengths, entries, first = (
         None if given is None else _integers(name, given, device, (batch,))
         for name, given in zip(names, (lengths, entries, first))
     )
-    return type(places)(*numbers, table)
+    return Places(lengths, entries, first, table)
 
 
-def _advances(scores):
+def _advances(scores: Scores) -> bool:
     """Whether queries rotate to the places of the new tokens, rather than all to the first one."""
     return scores.window != (-1, -1)
 
 
-def _rotates(rope, rows, scores):
+def _rotates(rope: Rope | None, rows: int, scores: Scores) -> bool:
     """Whether kernels rotate queries to where this call wants them."""
     return rope is None or (rows == 1 or _advances(scores)) and rope[0].shape[1] % 8 == 0
 
 
-def _is_of_last_rows(q, k_cache, new, places, scores, tree):
+def _is_of_last_rows(
+    q: Tensor,
+    k_cache: Tensor,
+    new: tuple[Tensor, Tensor] | None,
+    places: Places,
+    scores: Scores,
+    tree: Tensor | None,
+) -> bool:
     """Whether each row is a key's, one of its sequence's last, in a cache to be read as blocks."""
     rows = q.shape[1]
     if new is not None:
-        return new[0].shape[1] == rows
+        return bool(new[0].shape[1] == rows)
     if tree is not None:
         return places.lengths is not None
     return places.table is not None and _are_last(rows, _room(k_cache, places.table), scores)
 
 
-def _room(k_cache, table):
+def _room(k_cache: Tensor, table: Tensor | None) -> int:
     """How many keys a sequence can have."""
-    return k_cache.shape[1] * (1 if table is None else table.shape[1])
+    return int(k_cache.shape[1]) * (1 if table is None else int(table.shape[1]))
 
 
-def _over_blocks(q, cache, new, rope, places, scores, want_lse, step, tree):
+def _over_blocks(
+    q: Tensor,
+    cache: Cache,
+    new: tuple[Tensor, Tensor] | None,
+    rope: Rope | None,
+    places: Places,
+    scores: Scores,
+    want_lse: bool,
+    step: Step | None,
+    tree: Tensor | None,
+) -> _Results:
     """One call appends, rotates and attends."""
     (batch, rows), table = q.shape[:2], places.table
     lengths, counts_new = places.lengths, new is None
@@ -523,7 +669,7 @@ def _over_blocks(q, cache, new, rope, places, scores, want_lse, step, tree):
     return _of_batch(q, cache, new, rope, call, scores, want_lse, tree, kept)
 
 
-def _over_entries(q, k_cache, lengths, counts_new):
+def _over_entries(q: Tensor, k_cache: Tensor, lengths: Tensor, counts_new: bool) -> _Sequences:
     """Where sequences are in a cache of entries, which is cut into blocks."""
     (batch, rows), (entries, capacity) = q.shape[:2], k_cache.shape[:2]
     size = block_size(capacity)
@@ -533,17 +679,36 @@ def _over_entries(q, k_cache, lengths, counts_new):
     return _Sequences(starts, lengths, counts_new, table, size, rows, capacity)
 
 
-def _of_batch(q, cache, new, rope, call, scores, want_lse, tree=None, kept=None):
+def _of_batch(
+    q: Tensor,
+    cache: Cache,
+    new: tuple[Tensor, Tensor] | None,
+    rope: Rope | None,
+    call: _Sequences,
+    scores: Scores,
+    want_lse: bool,
+    tree: Tensor | None = None,
+    kept: _Kept | None = None,
+) -> _Results:
     """The same of q (batch, rows, heads, size), with log-sum-exps (batch, heads, rows)."""
     batch, rows, heads, _ = q.shape
     call = call._replace(has_all_rows=True)
     out, lse = _paged(q, cache, new, rope, call, scores, want_lse, tree, kept)
-    if want_lse:
+    if lse is not None:
         lse = lse.view(heads, batch, rows).transpose(0, 1).contiguous()
     return out, lse
 
 
-def _over_rows(q, cache, new, rope, places, scores, want_lse, tree):
+def _over_rows(
+    q: Tensor,
+    cache: Cache,
+    new: tuple[Tensor, Tensor] | None,
+    rope: Rope | None,
+    places: Places,
+    scores: Scores,
+    want_lse: bool,
+    tree: Tensor | None,
+) -> _Results:
     """Appends by torch's functions, and attends to what the cache has then."""
     lengths, shortest, outside = places.lengths, 0, None
     entries, capacity = cache.keys.shape[:2]

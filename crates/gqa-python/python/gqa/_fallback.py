@@ -1,14 +1,30 @@
 """What attention's kernels do not do, by torch's functions."""
 
+from __future__ import annotations
+
 import functools
 import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from gqa._quantized import Cache, Rope
 
 _PARTS_AT_ONCE = 8
 
 
-def appended(q, cache, new, rope, lengths, table, advances):
+def appended(
+    q: Tensor,
+    cache: Cache,
+    new: tuple[Tensor, Tensor],
+    rope: Rope | None,
+    lengths: Tensor,
+    table: Tensor,
+    advances: bool,
+) -> Tensor:
     """Puts k and v into the cache's blocks, but for rows that would be outside of it; gives q,
     rotated where there is a rotary embedding."""
     rows, (k, v) = new[0].shape[1], new
@@ -26,7 +42,7 @@ def appended(q, cache, new, rope, lengths, table, advances):
     return q
 
 
-def _write(memory, block, row, numbers, inside):
+def _write(memory: Tensor, block: Tensor, row: Tensor, numbers: Tensor, inside: Tensor) -> None:
     """Writes rows into blocks where these are inside of memory, which only the GPU knows: each
     other one repeats a row that is; where none is, memory's first row stays as it is."""
     inside = inside.flatten()
@@ -40,18 +56,18 @@ def _write(memory, block, row, numbers, inside):
     memory[place] = torch.where(some[:, None, None], numbers, memory[place])
 
 
-def is_block(table, count):
+def is_block(table: Tensor, count: int) -> Tensor:
     """Which blocks of a table a cache of so many has."""
     return (table >= 0) & (table < count)
 
 
-def blocks_of_entries(table, entries):
+def blocks_of_entries(table: Tensor, entries: Tensor) -> Tensor:
     """Rows of a table by their numbers: blocks outside of the cache where there is no such row."""
     known = is_block(entries, table.shape[0])
     return torch.where(known[:, None], table[torch.where(known, entries, 0).long()], -1)
 
 
-def _rotated(x, positions, rope):
+def _rotated(x: Tensor, positions: Tensor, rope: Rope) -> Tensor:
     cos, sin, interleaved = rope
     half = cos.shape[1]
     positions = positions.clamp(0, cos.shape[0] - 1)
@@ -66,7 +82,7 @@ def _rotated(x, positions, rope):
     return torch.cat([turned.to(x.dtype), x[..., 2 * half :]], -1)
 
 
-def gathered(cache, table, keys):
+def gathered(cache: Tensor, table: Tensor, keys: int) -> Tensor:
     """So many rows of each sequence, out of its blocks: zeros of blocks that the cache has not."""
     table = table[:, : -(-keys // cache.shape[1])]
     known = is_block(table, cache.shape[0])
@@ -74,7 +90,7 @@ def gathered(cache, table, keys):
     return rows.masked_fill_(~known[..., None, None, None], 0).flatten(1, 2)[:, :keys]
 
 
-def known_first(table, lengths, count, size):
+def known_first(table: Tensor, lengths: Tensor, count: int, size: int) -> tuple[Tensor, Tensor]:
     """The same with the blocks first, in their order, that a cache of so many has, and how many
     keys these hold."""
     known = is_block(table, count)
@@ -84,12 +100,12 @@ def known_first(table, lengths, count, size):
     return table.gather(1, order), held.sum(1).to(torch.int32)
 
 
-def outside(table, keys, count, size):
+def outside(table: Tensor, keys: int, count: int, size: int) -> Tensor:
     """Which keys blocks would hold that a cache of so many has not: (batch, keys)."""
     return (~is_block(table, count)).repeat_interleave(size, 1)[:, :keys]
 
 
-def from_first(cache, first):
+def from_first(cache: Tensor, first: Tensor) -> Tensor:
     """Each sequence's first token comes to row 0."""
     keys = cache.shape[1]
     rows = first[:, None].long() + torch.arange(keys, device=cache.device)
@@ -97,7 +113,7 @@ def from_first(cache, first):
     return cache.gather(1, rows)
 
 
-def padded(x, first, count):
+def padded(x: Tensor, first: Tensor, count: int) -> Tensor:
     """So many rows of x from each of first on; what is not there is some row."""
     if x.shape[0] == 0:
         return x.new_zeros((first.shape[0], count, *x.shape[1:]))
@@ -105,7 +121,7 @@ def padded(x, first, count):
     return x[places.clamp(0, x.shape[0] - 1).long()]
 
 
-def places_when_padded(count, starts, rows):
+def places_when_padded(count: int, starts: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     """Where each of so many rows is, once each sequence's are padded at the left to rows; and
     whether it is there: rows outside of all sequences are not, nor those of a longer one that are
     before its last ones."""
@@ -117,12 +133,12 @@ def places_when_padded(count, starts, rows):
     return (sequence + 1) * rows - behind.clamp(1, rows), is_there
 
 
-def columns(keys, size):
+def columns(keys: int, size: int) -> int:
     """Elements of so many bytes in the vectors of 16 bytes that hold so many of them."""
     return -(-keys * size // 16) * 16 // size
 
 
-def in_whole_rows(mask):
+def in_whole_rows(mask: Tensor) -> Tensor:
     """A copy of a mask of four dimensions in rows of whole vectors of 16 bytes, which the fastest
     kernels want; what is the same for all sequences or heads is there once."""
     once, keys = _once(mask), mask.shape[-1]
@@ -131,7 +147,7 @@ def in_whole_rows(mask):
     return copy.expand(mask.shape)
 
 
-def whole_rows(mask):
+def whole_rows(mask: Tensor) -> Tensor:
     """The memory of such a copy, (batch or 1, heads or 1, rows, columns): the mask's own where it
     is one."""
     once = _once(mask)
@@ -143,7 +159,7 @@ def whole_rows(mask):
     return once.as_strided(shape, strides)
 
 
-def _once(mask):
+def _once(mask: Tensor) -> Tensor:
     """The mask without what it repeats for sequences and heads."""
     for dim in (0, 1):
         if mask.shape[dim] > 1 and mask.stride(dim) == 0:
@@ -151,15 +167,17 @@ def _once(mask):
     return mask
 
 
-def _lies_so(mask, shape, strides):
+def _lies_so(mask: Tensor, shape: Sequence[int], strides: Sequence[int]) -> bool:
     """Whether the mask is of memory of that shape and those strides, and aligned."""
     moves = zip(mask.shape, mask.stride(), strides)
     fits = all(n == 1 or got == wanted for n, got, wanted in moves)
     room = mask.untyped_storage().nbytes() // mask.element_size() - mask.storage_offset()
-    return fits and mask.data_ptr() % 16 == 0 and room >= math.prod(shape)
+    return bool(fits and mask.data_ptr() % 16 == 0 and room >= math.prod(shape))
 
 
-def alibi(slopes, q, keys, lengths, shifts):
+def alibi(
+    slopes: Tensor, q: Tensor, keys: int, lengths: Tensor | None, shifts: bool
+) -> tuple[Tensor, Tensor]:
     """ALiBi as a bias of shape (batch or 1, heads, rows, columns), keys and what fills rows up.
 
     Where it may shift, a row before all keys counts from the first of them: from its own place
@@ -177,7 +195,7 @@ def alibi(slopes, q, keys, lengths, shifts):
     return bias, (slopes * ahead).squeeze(-1)
 
 
-def tree(words, keys, lengths):
+def tree(words: Tensor, keys: int, lengths: Tensor | None) -> Tensor:
     """Which keys a row sees whose bits say that of the last ones: (batch, 1, rows, keys), in whole
     rows. A row without a key of its own sees none."""
     rows = words.shape[1]
@@ -190,7 +208,7 @@ def tree(words, keys, lengths):
     return (has_key & ((row < 0) | seen))[:, None, :, :keys]
 
 
-def merge(outputs, log_sum_exps):
+def merge(outputs: Sequence[Tensor], log_sum_exps: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Attention over all keys, from attention over parts of them."""
     lses = torch.stack([lse.float() for lse in log_sum_exps])
     top = lses.amax(0).clamp(min=torch.finfo(lses.dtype).min)
@@ -199,7 +217,7 @@ def merge(outputs, log_sum_exps):
     # Where no part counts all weights are 0, and so is what they are divided by.
     weights = (weights / total.clamp(min=1)).transpose(-1, -2).unsqueeze(-1)
 
-    def merged(first):
+    def merged(first: int) -> Tensor:
         some = slice(first, first + _PARTS_AT_ONCE)
         parts = torch.stack(list(outputs[some])) * weights[some]
         return torch.where(weights[some] == 0, 0.0, parts).sum(0)

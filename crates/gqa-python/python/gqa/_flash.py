@@ -1,9 +1,13 @@
 """flash-attn's functions: their arguments are checked here, and go to the CPU or to a GPU."""
 
 import operator
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from types import ModuleType
+from typing import Any, NamedTuple, SupportsIndex
 
 from gqa import _cpu
+from gqa._errors import invalid, mistyped
+from gqa._types import Array, Integers, Number, Window
 
 _MOST_KEYS = 2**31 - 1
 _MOST_DRAFTS = 64
@@ -16,9 +20,10 @@ class Scores(NamedTuple):
 
     scale: float
     softcap: float
-    window: tuple
-    slopes: object
-    sinks: object
+    window: tuple[int, int]
+    # Arrays, or None.
+    slopes: Any
+    sinks: Any
 
 
 class Sizes(NamedTuple):
@@ -35,17 +40,19 @@ class Sizes(NamedTuple):
 class Places(NamedTuple):
     """Where sequences are in a KV cache."""
 
-    lengths: object
-    entries: object
-    first: object
-    table: object
+    # Numbers, sequences or arrays of numbers, or None.
+    lengths: Any
+    entries: Any
+    first: Any
+    # An array, or None.
+    table: Any
 
 
-def _invalid(argument, got, allowed):
-    return ValueError(f"{argument}: got {got}; allowed: {allowed}")
+# What tells a call on a GPU from others, and its tensors.
+Step = tuple[Any, tuple[Any, ...]]
 
 
-def _backend(q):
+def _backend(q: Any) -> ModuleType:
     """What a call goes to."""
     if not _is_compiling(q):
         return backend(q)
@@ -54,7 +61,7 @@ def _backend(q):
     return _ops
 
 
-def _is_compiling(q):
+def _is_compiling(q: object) -> bool:
     """Whether torch.compile looks at the call."""
     if not hasattr(q, "is_cuda"):
         return False
@@ -62,10 +69,10 @@ def _is_compiling(q):
 
     # Older versions have none of it, and no operators either.
     is_compiling = getattr(getattr(torch, "compiler", None), "is_compiling", None)
-    return is_compiling is not None and is_compiling()
+    return is_compiling is not None and bool(is_compiling())
 
 
-def backend(q):
+def backend(q: Any) -> ModuleType:
     """What computes where q is."""
     if _cpu._is_torch(q):
         device = q.device.type
@@ -83,16 +90,24 @@ def backend(q):
         from gqa import _arrays
 
         return _arrays
-    raise _invalid("q", f"a tensor on {device}", "one on the CPU or an NVIDIA GPU")
+    raise invalid("q", f"a tensor on {device}", "one on the CPU or an NVIDIA GPU")
 
 
-def block_size(capacity):
+def block_size(capacity: int) -> int:
     """Rows of a block where a sequence's capacity is cut into blocks that kernels read in place."""
     size = min(capacity & -capacity, 256)
     return size if size >= 16 else capacity
 
 
-def _scores(q, softmax_scale, softcap, causal, window_size, slopes, sinks):
+def _scores(
+    q: Array,
+    softmax_scale: Number | None,
+    softcap: Number,
+    causal: bool,
+    window_size: Window,
+    slopes: Array | None,
+    sinks: Array | None,
+) -> Scores:
     """What becomes of scores."""
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     scale, softcap = _number("softmax_scale", scale), _number("softcap", softcap)
@@ -100,74 +115,95 @@ def _scores(q, softmax_scale, softcap, causal, window_size, slopes, sinks):
         left, right = (-1 if side is None else operator.index(side) for side in window_size)
     except (TypeError, ValueError):
         allowed = "two integers, of which -1 is no bound"
-        raise _invalid("window_size", window_size, allowed) from None
+        raise mistyped("window_size", repr(window_size), allowed) from None
     left, right = (min(max(side, -1), _MOST_KEYS) for side in (left, right))
-    return Scores(scale, softcap, (left, 0 if causal else right), slopes, sinks)
+    return Scores(scale, softcap, (left, 0 if flag("causal", causal) else right), slopes, sinks)
 
 
-def _number(name, number):
+def _number(name: str, number: Any) -> float:
     """A number that float32 has, too."""
+    allowed = f"0, or {_LEAST} to {_MOST}"
     try:
         if number == 0 or _LEAST <= number <= _MOST:
             return float(number)
     except (TypeError, ValueError, RuntimeError):
         # No number, or an array of several.
-        pass
-    raise _invalid(name, repr(number), f"0, or {_LEAST} to {_MOST}")
+        raise mistyped(name, repr(number), f"a number: {allowed}") from None
+    raise invalid(name, repr(number), allowed)
 
 
-def _longest(name, number):
+def _longest(name: str, number: Any) -> int | None:
     """A bound of lengths, or None."""
     try:
         return None if number is None else min(operator.index(number), _MOST_KEYS)
     except TypeError:
-        raise _invalid(name, repr(number), "an integer or None") from None
+        raise mistyped(name, repr(number), "an integer or None") from None
 
 
-def _check(dimensions, **tensors):
-    """Errs unless the first one has so many dimensions, and where a gradient is wanted."""
-    name, tensor = next(iter(tensors.items()))
+def flag(name: str, given: Any) -> bool:
+    """True or False, also as numpy or an integer has them."""
+    if given is True or given is False:
+        return bool(given)
+    if type(given).__name__ in ("bool", "bool_", "int") and given in (0, 1):
+        return bool(given)
+    raise mistyped(name, repr(given), "True or False")
+
+
+def _shape(name: str, tensor: object) -> tuple[int, ...]:
     shape = getattr(tensor, "shape", None)
     if shape is None:
         allowed = "an array with __dlpack__: of numpy, torch, jax"
-        raise _invalid(name, type(tensor).__name__, allowed)
+        raise mistyped(name, type(tensor).__name__, allowed)
+    return tuple(shape)
+
+
+def _wants_lse(return_softmax_lse: Any, return_attn_probs: Any) -> bool:
+    wants_probs = flag("return_attn_probs", return_attn_probs)
+    return flag("return_softmax_lse", return_softmax_lse) or wants_probs
+
+
+def _check(dimensions: int, **tensors: Any) -> None:
+    """Errs unless the first one has so many dimensions, and where a gradient is wanted."""
+    name, tensor = next(iter(tensors.items()))
+    shape = _shape(name, tensor)
     if len(shape) != dimensions or shape[-1] == 0:
         allowed = f"{dimensions} dimensions, of which the last is 1 or more"
-        raise _invalid(name, tuple(shape), allowed)
+        raise invalid(name, shape, allowed)
     for name, tensor in tensors.items():
         if getattr(tensor, "requires_grad", False) and _grad_enabled():
             allowed = "none, or a call within torch.no_grad(): there is no backward pass"
-            raise _invalid(name, "a tensor that requires a gradient", allowed)
+            raise invalid(name, "a tensor that requires a gradient", allowed)
 
 
-def _no_dropout(dropout_p):
-    if dropout_p != 0:
-        raise _invalid("dropout_p", repr(dropout_p), "0: there is no dropout")
+def _no_dropout(dropout_p: Any) -> None:
+    # Quickly where it is as usual.
+    if (type(dropout_p) is not float or dropout_p != 0) and _number("dropout_p", dropout_p) != 0:
+        raise invalid("dropout_p", repr(dropout_p), "0: there is no dropout")
 
 
-def _grad_enabled():
+def _grad_enabled() -> bool:
     import torch
 
-    return torch.is_grad_enabled()
+    return bool(torch.is_grad_enabled())
 
 
 def flash_attn_func(
-    q,
-    k,
-    v,
-    dropout_p=0.0,
-    softmax_scale=None,
-    causal=False,
-    window_size=(-1, -1),
-    softcap=0.0,
-    alibi_slopes=None,
-    deterministic=False,
-    return_attn_probs=False,
+    q: Array,
+    k: Array,
+    v: Array,
+    dropout_p: Number = 0.0,
+    softmax_scale: Number | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: Number = 0.0,
+    alibi_slopes: Array | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
     *,
-    return_softmax_lse=False,
-    s_aux=None,
-    mask=None,
-):
+    return_softmax_lse: bool = False,
+    s_aux: Array | None = None,
+    mask: Array | None = None,
+) -> Any:
     """Attention: softmax(q kᵀ · scale) v.
 
     q has shape (batch, rows, heads, size), k and v (batch, keys, KV heads, size); KV heads divide
@@ -184,44 +220,43 @@ def flash_attn_func(
     sink; with ``return_attn_probs`` a third value, None, too.
     """
     arguments, numbers = (q, k, v), (softmax_scale, causal, softcap)
-    want_lse = return_softmax_lse or return_attn_probs
-    unusual = want_lse or dropout_p != 0
-    unusual = unusual or alibi_slopes is not None or s_aux is not None or mask is not None
-    step, out = (None, None) if unusual else _earlier(arguments, numbers, window_size)
+    _no_dropout(dropout_p)
+    want_lse = _wants_lse(return_softmax_lse, return_attn_probs)
+    unusual = want_lse or alibi_slopes is not None or s_aux is not None or mask is not None
+    key, out = (None, None) if unusual else _earlier(arguments, numbers, window_size)
     if out is not None:
         return out
     _check(4, q=q, k=k, v=v)
-    _no_dropout(dropout_p)
     scores = _scores(q, softmax_scale, softcap, causal, window_size, alibi_slopes, s_aux)
-    step = {} if step is None else {"step": (step, arguments)}
+    step = _step(key, arguments)
     out, lse = _backend(q).dense(q, k, v, scores, want_lse, mask, **step)
     return _returned(out, lse, return_softmax_lse, return_attn_probs)
 
 
 def flash_attn_varlen_func(
-    q,
-    k,
-    v,
-    cu_seqlens_q,
-    cu_seqlens_k=None,
-    max_seqlen_q=None,
-    max_seqlen_k=None,
-    dropout_p=0.0,
-    softmax_scale=None,
-    causal=False,
-    window_size=(-1, -1),
-    softcap=0.0,
-    alibi_slopes=None,
-    deterministic=False,
-    return_attn_probs=False,
-    block_table=None,
+    q: Array,
+    k: Array,
+    v: Array,
+    cu_seqlens_q: Integers,
+    cu_seqlens_k: Integers | None = None,
+    max_seqlen_q: SupportsIndex | None = None,
+    max_seqlen_k: SupportsIndex | None = None,
+    dropout_p: Number = 0.0,
+    softmax_scale: Number | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: Number = 0.0,
+    alibi_slopes: Array | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Array | None = None,
     *,
-    seqused_k=None,
-    return_softmax_lse=False,
-    s_aux=None,
-    k_descale=None,
-    v_descale=None,
-):
+    seqused_k: Integers | None = None,
+    return_softmax_lse: bool = False,
+    s_aux: Array | None = None,
+    k_descale: Array | None = None,
+    v_descale: Array | None = None,
+) -> Any:
     """:func:`flash_attn_func` of sequences of any lengths, which lie one behind the other.
 
     q has shape (rows of all sequences, heads, size), k and v (keys of all, KV heads, size).
@@ -236,57 +271,56 @@ def flash_attn_varlen_func(
     """
     arguments = q, k, v, cu_seqlens_q, seqused_k, block_table, k_descale, v_descale
     numbers = softmax_scale, causal, softcap, max_seqlen_q, max_seqlen_k
-    want_lse = return_softmax_lse or return_attn_probs
+    _no_dropout(dropout_p)
+    want_lse = _wants_lse(return_softmax_lse, return_attn_probs)
     unusual = seqused_k is None or None in (max_seqlen_q, max_seqlen_k)
-    unusual = unusual or want_lse or dropout_p != 0
-    unusual = unusual or alibi_slopes is not None or s_aux is not None
-    step, out = (None, None) if unusual else _earlier(arguments, numbers, window_size)
+    unusual = unusual or want_lse or alibi_slopes is not None or s_aux is not None
+    key, out = (None, None) if unusual else _earlier(arguments, numbers, window_size)
     if out is not None:
         return out
     _check(3, q=q, k=k, v=v)
-    _no_dropout(dropout_p)
     scores = _scores(q, softmax_scale, softcap, causal, window_size, alibi_slopes, s_aux)
     starts, used = (cu_seqlens_q, cu_seqlens_k), seqused_k
     if used is not None and block_table is None:
-        raise _invalid("seqused_k", "an array", "None without block_table")
+        raise invalid("seqused_k", "an array", "None without block_table")
     if used is None and cu_seqlens_k is None:
-        raise _invalid("cu_seqlens_k", None, "an array, or seqused_k with block_table")
+        raise invalid("cu_seqlens_k", None, "an array, or seqused_k with block_table")
     scales = descales(k_descale, v_descale)
     if scales and block_table is None:
-        raise _invalid("k_descale, v_descale", "an array", "None without block_table")
+        raise invalid("k_descale, v_descale", "an array", "None without block_table")
     most = _longest("max_seqlen_q", max_seqlen_q), _longest("max_seqlen_k", max_seqlen_k)
-    step = {} if step is None else {"step": (step, arguments)}
+    step = _step(key, arguments)
     given = q, k, v, starts, used, most, block_table
     out, lse = _backend(q).varlen(*given, scores, want_lse, **step, **scales)
     return _returned(out, lse, return_softmax_lse, return_attn_probs)
 
 
 def flash_attn_with_kvcache(
-    q,
-    k_cache,
-    v_cache,
-    k=None,
-    v=None,
-    rotary_cos=None,
-    rotary_sin=None,
-    cache_seqlens=None,
-    cache_batch_idx=None,
-    cache_leftpad=None,
-    block_table=None,
-    softmax_scale=None,
-    causal=False,
-    window_size=(-1, -1),
-    softcap=0.0,
-    rotary_interleaved=True,
-    alibi_slopes=None,
-    num_splits=0,
-    return_softmax_lse=False,
+    q: Array,
+    k_cache: Array,
+    v_cache: Array,
+    k: Array | None = None,
+    v: Array | None = None,
+    rotary_cos: Array | None = None,
+    rotary_sin: Array | None = None,
+    cache_seqlens: Integers | None = None,
+    cache_batch_idx: Integers | None = None,
+    cache_leftpad: Integers | None = None,
+    block_table: Array | None = None,
+    softmax_scale: Number | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: Number = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Array | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
     *,
-    s_aux=None,
-    tree_mask=None,
-    k_descale=None,
-    v_descale=None,
-):
+    s_aux: Array | None = None,
+    tree_mask: Array | None = None,
+    k_descale: Array | None = None,
+    v_descale: Array | None = None,
+) -> Any:
     """Attention over a KV cache, to which k and v are appended in place first.
 
     q has shape (batch, rows, heads, size); k_cache and v_cache (batch, capacity, KV heads, size),
@@ -311,12 +345,13 @@ def flash_attn_with_kvcache(
     none: one for the cache, (KV heads), (batch, KV heads) with one row for all, as ``expand`` makes
     it, or (KV heads, size). What is appended is divided by them and rounded.
     """
-    arguments = q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, block_table
-    arguments += k_descale, v_descale
+    new_or_none, lengths = (k, v, rotary_cos, rotary_sin), (cache_seqlens, block_table)
+    arguments = q, k_cache, v_cache, *new_or_none, *lengths, k_descale, v_descale
     numbers = softmax_scale, causal, softcap, rotary_interleaved
-    unusual = cache_batch_idx is not None or cache_leftpad is not None or return_softmax_lse
+    want_lse = flag("return_softmax_lse", return_softmax_lse)
+    unusual = cache_batch_idx is not None or cache_leftpad is not None or want_lse
     unusual = unusual or alibi_slopes is not None or s_aux is not None or tree_mask is not None
-    step, out = (None, None) if unusual else _earlier(arguments, numbers, window_size)
+    key, out = (None, None) if unusual else _earlier(arguments, numbers, window_size)
     if out is not None:
         return out
     _check(4, q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v)
@@ -325,23 +360,26 @@ def flash_attn_with_kvcache(
     _check_places(places)
     _check_tree_mask(tree_mask, q, scores)
     new = _both("k, v", k, v)
-    rope = _both("rotary_cos, rotary_sin", rotary_cos, rotary_sin)
-    if new is None and rope is not None:
-        raise _invalid("rotary_cos", "an array without k", "None without k and v")
+    turns = _both("rotary_cos, rotary_sin", rotary_cos, rotary_sin)
+    if new is None and turns is not None:
+        raise invalid("rotary_cos", "an array without k", "None without k and v")
     if new is not None and cache_seqlens is None:
-        raise _invalid("cache_seqlens", None, "a number or an array, as k is appended")
-    rope = None if rope is None else (*rope, bool(rotary_interleaved))
-    others = {} if step is None else {"step": (step, arguments)}
+        raise invalid("cache_seqlens", None, "a number or an array, as k is appended")
+    interleaved = flag("rotary_interleaved", rotary_interleaved)
+    rope = None if turns is None else (*turns, interleaved)
+    others = _step(key, arguments)
     if tree_mask is not None:
         others["tree"] = tree_mask
     others |= descales(k_descale, v_descale)
     out, lse = _backend(q).with_kvcache(
-        q, (k_cache, v_cache), new, rope, places, scores, return_softmax_lse, **others
+        q, (k_cache, v_cache), new, rope, places, scores, want_lse, **others
     )
-    return (out, lse) if return_softmax_lse else out
+    return (out, lse) if want_lse else out
 
 
-def _earlier(arguments, numbers, window):
+def _earlier(
+    arguments: tuple[Any, ...], numbers: tuple[Any, ...], window: object
+) -> tuple[Any, Any]:
     """What tells the step of a call on a GPU, and its output if it is like an earlier one."""
     if not getattr(arguments[0], "is_cuda", False) or _is_compiling(arguments[0]):
         return None, None
@@ -354,48 +392,56 @@ def _earlier(arguments, numbers, window):
     return key, _steps.again(key, arguments[0], addresses)
 
 
-def descales(k_descale, v_descale):
+def _step(key: Any, arguments: tuple[Any, ...]) -> dict[str, Any]:
+    """The key of a call, and its tensors, for a backend that keeps what is like them."""
+    return {} if key is None else {"step": (key, arguments)}
+
+
+def descales(k_descale: Array | None, v_descale: Array | None) -> dict[str, Any]:
     """The scales of a quantized KV cache by their name, where there are some."""
     is_given = k_descale is not None or v_descale is not None
     return {"descales": (k_descale, v_descale)} if is_given else {}
 
 
-def _both(names, first, second):
+def _both(names: str, first: Array | None, second: Array | None) -> tuple[Array, Array] | None:
     """Both, or None where there is none."""
-    if (first is None) != (second is None):
-        raise _invalid(names, "one of the two", "both or none")
-    return None if first is None else (first, second)
+    if first is None and second is None:
+        return None
+    if first is None or second is None:
+        raise invalid(names, "one of the two", "both or none")
+    return first, second
 
 
-def _check_places(places):
+def _check_places(places: Places) -> None:
     """Errs where a paged KV cache has what only one of entries can have, or has no lengths."""
     if places.table is None:
         return
     for name, given in (("cache_batch_idx", places.entries), ("cache_leftpad", places.first)):
         if given is not None:
-            raise _invalid(name, "an array", "None with block_table")
+            raise invalid(name, "an array", "None with block_table")
     if places.lengths is None:
-        raise _invalid("cache_seqlens", None, "a number or an array, with block_table")
+        raise invalid("cache_seqlens", None, "a number or an array, with block_table")
 
 
-def _check_tree_mask(words, q, scores):
+def _check_tree_mask(words: Array | None, q: Array, scores: Scores) -> None:
     """Errs where which rows see which is not said for q's, or not by that alone."""
     if words is None:
         return
     expected = tuple(q.shape[:2])
-    got = str(getattr(words, "dtype", type(words).__name__)), tuple(getattr(words, "shape", ()))
-    if not got[0].endswith("int64") or got[0].endswith("uint64") or got[1] != expected:
-        raise _invalid("tree_mask", f"{got[0]} {got[1]}", f"int64 {expected}")
+    dtype = str(getattr(words, "dtype", type(words).__name__))
+    shape = tuple(getattr(words, "shape", ()))
+    if not dtype.endswith("int64") or dtype.endswith("uint64") or shape != expected:
+        raise invalid("tree_mask", f"{dtype} {shape}", f"int64 {expected}")
     if q.shape[1] > _MOST_DRAFTS:
-        raise _invalid("tree_mask", f"{q.shape[1]} rows", f"{_MOST_DRAFTS} or fewer")
+        raise invalid("tree_mask", f"{q.shape[1]} rows", f"{_MOST_DRAFTS} or fewer")
     if scores.window != (-1, 0):
         got = f"keys from {scores.window[0]} before to {scores.window[1]} behind"
-        raise _invalid("causal, window_size", got, "True and no window, with tree_mask")
+        raise invalid("causal, window_size", got, "True and no window, with tree_mask")
     if scores.slopes is not None:
-        raise _invalid("alibi_slopes", "an array", "None with tree_mask")
+        raise invalid("alibi_slopes", "an array", "None with tree_mask")
 
 
-def merge_states(outputs, log_sum_exps):
+def merge_states(outputs: Iterable[Array], log_sum_exps: Iterable[Array]) -> Any:
     """Attention over all keys, from attention over any number of parts of them.
 
     ``outputs`` are what the functions above return for each part, with ``log_sum_exps``, natural
@@ -403,27 +449,34 @@ def merge_states(outputs, log_sum_exps):
     (heads, rows). A part whose log-sum-exp is -inf counts nothing, whatever its output holds.
     Returns the merged output, in the outputs' type, and its log-sum-exp.
     """
-    outputs, log_sum_exps = list(outputs), list(log_sum_exps)
+    outputs = _listed("outputs", outputs)
+    log_sum_exps = _listed("log_sum_exps", log_sum_exps)
     if not outputs or len(outputs) != len(log_sum_exps):
         got = f"{len(outputs)} outputs and {len(log_sum_exps)} log-sum-exps"
-        raise _invalid("outputs, log_sum_exps", got, "as many of both, 1 or more")
-    shape = tuple(getattr(outputs[0], "shape", ()))
+        raise invalid("outputs, log_sum_exps", got, "as many of both, 1 or more")
+    shape = _shape("outputs", outputs[0])
     if len(shape) not in (3, 4):
-        allowed = "(batch, rows, heads, size) or (rows, heads, size)"
-        raise _invalid("outputs", shape or type(outputs[0]).__name__, allowed)
+        raise invalid("outputs", shape, "(batch, rows, heads, size) or (rows, heads, size)")
     *batch, rows, heads, _ = shape
-    for name, arrays, expected in (
+    of_each: Sequence[tuple[str, list[Array], tuple[int, ...]]] = (
         ("outputs", outputs, shape),
         ("log_sum_exps", log_sum_exps, (*batch, heads, rows)),
-    ):
+    )
+    for name, arrays, expected in of_each:
         for array in arrays:
-            if tuple(getattr(array, "shape", ())) != expected:
-                got = tuple(getattr(array, "shape", ())) or type(array).__name__
-                raise _invalid(name, got, expected)
+            if _shape(name, array) != expected:
+                raise invalid(name, _shape(name, array), expected)
     return _backend(outputs[0]).merge(outputs, log_sum_exps)
 
 
-def _returned(out, lse, want_lse, want_probs):
+def _listed(name: str, arrays: Iterable[Array]) -> list[Array]:
+    try:
+        return list(arrays)
+    except TypeError:
+        raise mistyped(name, type(arrays).__name__, "a list of arrays, or a tuple") from None
+
+
+def _returned(out: Any, lse: Any, want_lse: bool, want_probs: bool) -> Any:
     if want_probs:
         return out, lse, None
     return (out, lse) if want_lse else out

@@ -3,18 +3,23 @@
 import contextlib
 import functools
 import threading
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Optional, TypeVar
 
 import torch
+from torch import Tensor
 
 from gqa import _gqa
 from gqa._cpu import plain
-from gqa._flash import Sizes
+from gqa._flash import Scores, Sizes
 
 ELEMENTS = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 _MOST_PLANS = 4096
 _LEAST_COUNTERS = 1 << 16
-_counters = {}
+_counters: dict[tuple[Optional[int], int], Tensor] = {}
+_T = TypeVar("_T")
+# Those of a call, by their names.
+Tensors = dict[str, Any]
 
 
 class _Keeping(threading.local):
@@ -27,7 +32,7 @@ _keeping = _Keeping()
 
 
 @contextlib.contextmanager
-def nothing_kept():
+def nothing_kept() -> Iterator[None]:
     """For calls in memory that somebody else counts, as torch.compile does that of its graphs."""
     before, _keeping.is_on = _keeping.is_on, False
     try:
@@ -36,26 +41,26 @@ def nothing_kept():
         _keeping.is_on = before
 
 
-def keeps():
+def keeps() -> bool:
     """Whether they are, or a graph that is captured may have those that are."""
     return _keeping.is_on
 
 
-class _Planned(NamedTuple):
+class Planned(NamedTuple):
     """A plan, with what every call asks of it."""
 
-    plan: object
-    tensors: list
+    plan: _gqa.Plan
+    tensors: list[str]
     workspace_bytes: int
     counters: int
 
 
 @functools.cache
-def _gpu(index):
+def _gpu(index: int) -> _gqa.Gpu:
     return _gqa.Gpu(index)
 
 
-def _remembered(known, key, make):
+def _remembered(known: dict[Any, _T], key: Any, make: Callable[[], _T]) -> _T:
     """What is known by the key, or what make returns for it, kept. Threads may make it twice: each
     returns what it has, whatever another one drops meanwhile."""
     found = known.get(key)
@@ -67,18 +72,19 @@ def _remembered(known, key, make):
     return found
 
 
-def _of_call(make):
+def _of_call(make: Callable[[_gqa.Gpu, _gqa.Call], _T]) -> Callable[..., _T]:
     """What make returns of a GPU's number and a call, for a call of that kind; it is kept."""
-    known = {}
+    known: dict[Any, _T] = {}
 
-    def made(kind, q, kv_heads, scores, *numbers):
+    def made(kind: str, q: Tensor, kv_heads: int, scores: Scores, *numbers: Any) -> _T:
         (heads, size), sinks = q.shape[-2:], scores.sinks is not None
-        key = (kind, q.device.index, q.dtype, heads, size, kv_heads, sinks)
-        key += (scores.scale, scores.softcap, scores.window, numbers)
+        of_tensors = kind, q.device.index, q.dtype, heads, size, kv_heads, sinks
+        key = *of_tensors, scores.scale, scores.softcap, scores.window, numbers
 
-        def of_this_kind():
+        def of_this_kind() -> _T:
             sizes = Sizes(ELEMENTS[q.dtype], heads, kv_heads, size, scores, sinks)
-            return make(_gpu(q.device.index), getattr(_gqa.Call, kind)(sizes, *numbers))
+            call: _gqa.Call = getattr(_gqa.Call, kind)(sizes, *numbers)
+            return make(_gpu(q.device.index), call)
 
         return _remembered(known, key, of_this_kind)
 
@@ -86,24 +92,25 @@ def _of_call(make):
 
 
 @_of_call
-def plan(gpu, call):
+def plan(gpu: _gqa.Gpu, call: _gqa.Call) -> Planned:
     """The call's plan."""
     made = gpu.plan(call)
-    return _Planned(made, made.tensors, made.workspace_bytes, made.counters)
+    return Planned(made, made.tensors, made.workspace_bytes, made.counters)
 
 
 @_of_call
-def launches(gpu, call):
+def launches(gpu: _gqa.Gpu, call: _gqa.Call) -> int:
     """How many kernels its plan launches."""
     return gpu.launches(call)
 
 
-def current_stream(index):
+def current_stream(index: int) -> int:
     """The handle of torch's current stream on the GPU of that number."""
-    return torch._C._cuda_getCurrentRawStream(index)
+    stream: int = torch._C._cuda_getCurrentRawStream(index)
+    return stream
 
 
-def run(planned, tensors):
+def run(planned: Planned, tensors: Tensors) -> None:
     """Puts a plan into the current stream, with tensors by their names."""
     output = tensors["output"]
     owners = [plain(tensors[name]) for name in planned.tensors]
@@ -111,7 +118,7 @@ def run(planned, tensors):
     enqueue(planned, output, current_stream(output.get_device()), addresses)
 
 
-def enqueue(planned, output, stream, addresses):
+def enqueue(planned: Planned, output: Tensor, stream: int, addresses: Sequence[int]) -> None:
     """The same into the stream of that handle, the current one, with tensors in the plan's order
     by their addresses.
 
@@ -120,22 +127,23 @@ def enqueue(planned, output, stream, addresses):
     alone, as torch's allocator has memory for each stream. Python's lock is held from the first
     launch to the last, so another thread's launches come before all of them or behind.
     """
-    scratch = _workspace(planned, output.device), _counters_of(planned, output.device, stream)
-    planned.plan.enqueue(addresses, *map(_address, scratch), stream)
+    workspace = _workspace(planned, output.device)
+    counters = _counters_of(planned, output.device, stream)
+    planned.plan.enqueue(addresses, _address(workspace), _address(counters), stream)
 
 
-def _address(tensor):
+def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def _workspace(planned, device):
+def _workspace(planned: Planned, device: torch.device) -> Tensor | None:
     """The plan's scratch memory, if it has any."""
     if planned.workspace_bytes == 0:
         return None
     return torch.empty(planned.workspace_bytes, dtype=torch.uint8, device=device)
 
 
-def _counters_of(planned, device, stream):
+def _counters_of(planned: Planned, device: torch.device, stream: int) -> Tensor | None:
     """The plan's counters, if it has any, which every call leaves zero: those of the stream, where
     they are kept."""
     if planned.counters == 0:
@@ -152,12 +160,14 @@ def _counters_of(planned, device, stream):
     return known
 
 
-def _kept(make):
+def _kept(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """What make returns, kept where something is. A graph that is captured has what a call of any
     stream made before: torch waits for the GPU before it captures."""
-    known, newest, in_graphs = {}, {}, {}
+    known: dict[Any, Tensor] = {}
+    newest: dict[Any, Tensor] = {}
+    in_graphs: dict[Any, Tensor] = {}
 
-    def made(device, *key):
+    def made(device: torch.device, *key: Any) -> Tensor:
         if not keeps():
             return make(device, *key)
         place = device.index, *key
@@ -166,7 +176,7 @@ def _kept(make):
             # It lasts as long as the graph may.
             return make(device, *key) if earlier is None else in_graphs.setdefault(place, earlier)
 
-        def of_this_stream():
+        def of_this_stream() -> Tensor:
             found = newest[place] = make(device, *key)
             return found
 
@@ -179,18 +189,18 @@ def _kept(make):
 
 
 @_kept
-def filled(device, count, number):
+def filled(device: torch.device, count: int, number: int) -> Tensor:
     """The same number, so many times."""
     return torch.full((count,), number, dtype=torch.int32, device=device)
 
 
 @_kept
-def ones(device):
+def ones(device: torch.device) -> Tensor:
     """One, as a scale is."""
     return torch.ones(1, dtype=torch.float32, device=device)
 
 
 @_kept
-def rising(device, count, step):
+def rising(device: torch.device, count: int, step: int) -> Tensor:
     """0, step and so on: so many numbers."""
     return torch.arange(0, count * step, step, dtype=torch.int32, device=device)

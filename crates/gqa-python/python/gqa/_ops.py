@@ -1,6 +1,7 @@
 """The functions as operators of torch's: what torch.compile has in its graphs instead of them."""
 
-from typing import Optional, Tuple
+from collections.abc import Sequence
+from typing import Any, Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -10,45 +11,64 @@ from gqa import _fallback, _flash, _launch
 merge = _fallback.merge
 
 
-def dense(q, k, v, scores, want_lse, mask):
+def dense(
+    q: Tensor, k: Tensor, v: Tensor, scores: _flash.Scores, want_lse: bool, mask: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
     out, lse = _dense(q, k, v, *_flat(scores), want_lse, mask)
     return out, lse if want_lse else None
 
 
 def varlen(
-    q, k, v, starts, used, most, table, scores, want_lse, descales=(None, None)
-):
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts: tuple[Tensor, Tensor | None],
+    used: Tensor | None,
+    most: tuple[int | None, int | None],
+    table: Tensor | None,
+    scores: _flash.Scores,
+    want_lse: bool,
+    descales: tuple[Tensor | None, Tensor | None] = (None, None),
+) -> tuple[Tensor, Tensor | None]:
     given = q, k, v, *starts, used, *most, table, *_flat(scores), *descales
     out, lse = _varlen(*given, want_lse)
     return out, lse if want_lse else None
 
 
 def with_kvcache(
-    q, cache, new, rope, places, scores, want_lse, tree=None, descales=(None, None)
-):
+    q: Tensor,
+    cache: tuple[Tensor, Tensor],
+    new: tuple[Tensor, Tensor] | None,
+    rope: tuple[Tensor, Tensor, bool] | None,
+    places: _flash.Places,
+    scores: _flash.Scores,
+    want_lse: bool,
+    tree: Tensor | None = None,
+    descales: tuple[Tensor | None, Tensor | None] = (None, None),
+) -> tuple[Tensor, Tensor | None]:
     k, v = new or (None, None)
     cos, sin, interleaved = rope or (None, None, False)
     lengths, *others = places
     if isinstance(lengths, int):
         lengths = torch.full((q.shape[0],), lengths, dtype=torch.int32, device=q.device)
-    places, turns = (lengths, *others), (cos, sin, interleaved)
-    given = q, *cache, k, v, *turns, *places, *_flat(scores), tree, *descales
+    turns, where = (cos, sin, interleaved), (lengths, *others)
+    given = q, *cache, k, v, *turns, *where, *_flat(scores), tree, *descales
     out, lse = _with_kvcache(*given, want_lse)
     return out, lse if want_lse else None
 
 
-def _flat(scores):
+def _flat(scores: _flash.Scores) -> tuple[Any, ...]:
     return scores.scale, scores.softcap, *scores.window, scores.slopes, scores.sinks
 
 
-def _computed(name, q, *arguments, **others):
+def _computed(name: str, q: Tensor, *arguments: Any, **others: Any) -> Tuple[Tensor, Tensor]:
     """What that function of q's backend gives. Operators have no results that may be missing."""
     with _launch.nothing_kept():
         out, lse = getattr(_flash.backend(q), name)(q, *arguments, **others)
     return out, out.new_empty(0, dtype=torch.float32) if lse is None else lse
 
 
-def _like(q, want_lse, lse_shape):
+def _like(q: Tensor, want_lse: bool, lse_shape: Sequence[int]) -> Tuple[Tensor, Tensor]:
     """Results without their elements."""
     lse = q.new_empty(lse_shape if want_lse else (0,), dtype=torch.float32)
     return q.new_empty(q.shape), lse
@@ -73,9 +93,9 @@ def _dense(
 
 
 @_dense.register_fake
-def _(q, k, v, scale, softcap, left, right, slopes, sinks, want_lse, mask):
+def _(q: Tensor, *others: Any) -> Tuple[Tensor, Tensor]:
     batch, rows, heads, _ = q.shape
-    return _like(q, want_lse, (batch, heads, rows))
+    return _like(q, others[-2], (batch, heads, rows))
 
 
 @torch.library.custom_op("gqa::flash_attn_varlen", mutates_args=())
@@ -106,7 +126,7 @@ def _varlen(
 
 
 @_varlen.register_fake
-def _(q, k, v, q_starts, k_starts, used, most_rows, most_keys, table, scale, *others):
+def _(q: Tensor, *others: Any) -> Tuple[Tensor, Tensor]:
     rows, heads, _ = q.shape
     return _like(q, others[-1], (heads, rows))
 
@@ -148,6 +168,6 @@ def _with_kvcache(
 
 
 @_with_kvcache.register_fake
-def _(q, k_cache, v_cache, k, v, cos, sin, interleaved, *others):
+def _(q: Tensor, *others: Any) -> Tuple[Tensor, Tensor]:
     batch, rows, heads, _ = q.shape
     return _like(q, others[-1], (batch, heads, rows))

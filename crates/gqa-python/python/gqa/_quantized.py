@@ -1,9 +1,11 @@
 """Quantized KV caches in torch's tensors: what they hold, and what that is multiplied by."""
 
-from typing import NamedTuple, Optional
+from typing import Any, NamedTuple, Optional
 
 import torch
+from torch import Tensor
 
+from gqa._errors import invalid
 from gqa._launch import ones
 
 # Older versions have none.
@@ -14,66 +16,76 @@ FORMATS = {torch.int8: "int8", torch.uint8: "int4"}
 FORMATS |= {} if _FLOAT8 is None else {_FLOAT8: "float8"}
 
 
+# A rotary embedding: cos and sin, and whether pairs are neighbours.
+Rope = tuple[Tensor, Tensor, bool]
+
+
 class Scales(NamedTuple):
     """Scales of keys and of values, float32: each is for a "tensor", a "head" or a "channel"."""
 
     per: str
-    keys: torch.Tensor
-    values: torch.Tensor
+    keys: Tensor
+    values: Tensor
+
+    def factors(self, heads: int) -> tuple[Tensor, Tensor]:
+        """What keys and values, (..., KV heads, size), are multiplied by."""
+        return self._factor(self.keys, heads), self._factor(self.values, heads)
+
+    def _factor(self, scale: Tensor, heads: int) -> Tensor:
+        if self.per == "tensor":
+            return scale.flatten()[0]
+        if self.per == "head":
+            return scale.reshape(-1, heads)[0, :, None]
+        return scale.view(heads, -1)
 
 
 class Cache(NamedTuple):
     """A KV cache, which has scales where it holds quantized values."""
 
-    keys: torch.Tensor
-    values: torch.Tensor
+    keys: Tensor
+    values: Tensor
     scales: Optional[Scales] = None
 
-    def pair(self):
+    def pair(self) -> tuple[Tensor, Tensor]:
         return self.keys, self.values
 
-    def format(self):
+    def format(self) -> tuple[str, str] | None:
         """What the kernels call it: None where it holds elements."""
         return None if self.scales is None else (FORMATS[self.keys.dtype], self.scales.per)
 
-    def constants(self):
+    def constants(self) -> list[Tensor]:
         """Scales that are no argument of the call."""
-        one = None if self.scales is None else ones(self.keys.device)
-        return [] if one is None or all(x is not one for x in self.scales) else [one]
+        if self.scales is None:
+            return []
+        one = ones(self.keys.device)
+        return [one] if any(x is one for x in self.scales) else []
 
-    def has_whole_rows(self):
+    def has_whole_rows(self) -> bool:
         """Whether a head's quantized values are whole vectors of 16 bytes, as kernels read them."""
         return self.scales is None or self.keys.shape[-1] % 16 == 0
 
-    def bytes(self):
+    def bytes(self) -> tuple[Tensor, Tensor]:
         """The same memory in a type that all of torch's functions know."""
-        return tuple(x if self.scales is None else x.view(torch.uint8) for x in self.pair())
+        if self.scales is None:
+            return self.pair()
+        return self.keys.view(torch.uint8), self.values.view(torch.uint8)
 
-    def encoded(self, new):
+    def encoded(self, new: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """New keys and values as bytes() has them."""
         if self.scales is None:
             return new
-        scales = self.scales.keys, self.scales.values
-        return tuple(self._encode(x, self._factors(scale)) for x, scale in zip(new, scales))
+        keys, values = self.scales.factors(self.keys.shape[2])
+        return self._encode(new[0], keys), self._encode(new[1], values)
 
-    def decoded(self, rows, dtype):
+    def decoded(self, rows: tuple[Tensor, Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Rows of bytes(), of keys and of values, as numbers of that type."""
         if self.scales is None:
             return rows
-        scales = self.scales.keys, self.scales.values
-        decode = lambda x, scale: (self._decode(x) * self._factors(scale)).to(dtype)
-        return tuple(decode(x, scale) for x, scale in zip(rows, scales))
+        keys, values = self.scales.factors(self.keys.shape[2])
+        keys, values = self._decode(rows[0]) * keys, self._decode(rows[1]) * values
+        return keys.to(dtype), values.to(dtype)
 
-    def _factors(self, scale):
-        """What (..., KV heads, size) is multiplied by."""
-        heads = self.keys.shape[2]
-        if self.scales.per == "tensor":
-            return scale.flatten()[0]
-        if self.scales.per == "head":
-            return scale.reshape(-1, heads)[0, :, None]
-        return scale.view(heads, -1)
-
-    def _encode(self, x, factors):
+    def _encode(self, x: Tensor, factors: Tensor) -> Tensor:
         x, dtype = x.float() / factors, self.keys.dtype
         if dtype == torch.uint8:
             x = (x.round().clamp(-8, 7) + 8).to(dtype)
@@ -84,13 +96,13 @@ class Cache(NamedTuple):
             x = x.clamp(-_MOST_FLOAT8, _MOST_FLOAT8)
         return x.to(dtype).view(torch.uint8)
 
-    def _decode(self, x):
+    def _decode(self, x: Tensor) -> Tensor:
         if self.keys.dtype != torch.uint8:
             return x.view(self.keys.dtype).float()
         return torch.stack([x & 15, x >> 4], -1).flatten(-2).float() - 8
 
 
-def scaled(cache, size, descales):
+def scaled(cache: Cache, size: int, descales: tuple[Any, Any]) -> Cache:
     """The same with scales, if it is quantized: keys and values of heads of so many elements.
 
     A scale is of the whole cache: one element; of each KV head: (KV heads), or (sequences, KV
@@ -100,33 +112,31 @@ def scaled(cache, size, descales):
     if cache.keys.dtype not in FORMATS:
         for name, scale in zip(("k_descale", "v_descale"), descales):
             if scale is not None:
-                raise _invalid(name, "a tensor", f"None, as the KV cache is {cache.keys.dtype}")
+                raise invalid(name, "a tensor", f"None, as the KV cache is {cache.keys.dtype}")
         return cache
     sizes, device = (cache.keys.shape[-2], size), cache.keys.device
     names = zip(("k_descale", "v_descale"), descales)
     per, scales = zip(*(_scale(name, scale, sizes, device) for name, scale in names))
     if per[0] != per[1]:
-        raise _invalid("v_descale", f"a scale per {per[1]}", f"one per {per[0]}, as k_descale")
+        raise invalid("v_descale", f"a scale per {per[1]}", f"one per {per[0]}, as k_descale")
     return cache._replace(scales=Scales(per[0], *scales))
 
 
-def _invalid(argument, got, allowed):
-    return ValueError(f"{argument}: got {got}; allowed: {allowed}")
-
-
-def _scale(name, scale, sizes, device):
+def _scale(
+    name: str, scale: Any, sizes: tuple[int, int], device: torch.device
+) -> tuple[str, Tensor]:
     """What it is for, and the scale where kernels can read it."""
     if scale is None:
         return "tensor", ones(device)
     heads, size = sizes
     if not isinstance(scale, torch.Tensor) or scale.device != device:
         got = getattr(scale, "device", type(scale).__name__)
-        raise _invalid(name, f"a tensor on {got}", f"one on {device}, as the KV cache")
+        raise invalid(name, f"a tensor on {got}", f"one on {device}, as the KV cache")
     per = _per(scale, heads, size)
     if scale.dtype != torch.float32 or per is None:
         got = f"{scale.dtype} {tuple(scale.shape)}, strides {scale.stride()}"
         allowed = f"float32 of one element, ({heads},), (sequences, {heads}) with one row for "
-        raise _invalid(name, got, allowed + f"all sequences, or ({heads}, {size})")
+        raise invalid(name, got, allowed + f"all sequences, or ({heads}, {size})")
     if scale.data_ptr() % 16 != 0:
         # Its first elements are the scales: all others repeat them.
         count = {"tensor": 1, "head": heads, "channel": heads * size}[per]
@@ -134,7 +144,7 @@ def _scale(name, scale, sizes, device):
     return per, scale
 
 
-def _per(scale, heads, size):
+def _per(scale: Tensor, heads: int, size: int) -> str | None:
     """What a scale is for that has these strides, or None."""
     shape, strides = tuple(scale.shape), scale.stride()
     moves = [stride if n > 1 else 0 for n, stride in zip(shape, strides)]

@@ -2,32 +2,42 @@
 the plan, is not found out again."""
 
 import operator
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Optional
 
 import torch
+from torch import Tensor
 
 from gqa import _gqa, _launch
 
 _MOST_STEPS = 4096
 _NUMBERS = {type(None), bool, int, float}
-_steps = {}
+# Tensors of a call, or None.
+Arguments = tuple[Optional[Tensor], ...]
+# Layouts of a call's tensors, and where these are.
+_Read = tuple[Any, Sequence[int]]
 
 
 class _Step(NamedTuple):
     """A plan, and which of the arguments, the output and the constants its tensors are."""
 
-    planned: object
-    pick: object
-    constants: tuple
+    planned: _launch.Planned
+    pick: Callable[[Sequence[int]], Sequence[int]]
+    constants: tuple[Tensor, ...]
     # Of the constants.
-    addresses: tuple
+    addresses: tuple[int, ...]
     # Whether it writes all of the output.
     has_all_rows: bool
 
 
-def _read_in_python(arguments, gradients):
+_steps: dict[Any, _Step] = {}
+
+
+def _read_in_python(arguments: Arguments, gradients: bool) -> _Read | None:
     """What _gqa.Layouts reads, for a torch that is too old for it."""
-    layouts, addresses, together = [], [], 0
+    layouts: list[Any] = []
+    addresses: list[int] = []
+    together = 0
     for tensor in arguments:
         if tensor is None:
             layouts.append(None)
@@ -45,7 +55,9 @@ _layouts = _gqa.Layouts.of(torch.Tensor)
 _read = _read_in_python if _layouts is None else _layouts.read
 
 
-def look(arguments, numbers, window):
+def look(
+    arguments: Arguments, numbers: tuple[Any, ...], window: object
+) -> tuple[Any, Sequence[int]] | None:
     """What tells a call's step: its arguments, of which some are None, and what else it is given;
     and where the arguments are.
 
@@ -63,10 +75,11 @@ def look(arguments, numbers, window):
     if any(tensor is not None and tensor.is_neg() for tensor in arguments):
         return None
     layouts, addresses = read
-    return (_launch.current_stream(arguments[0].get_device()), numbers, layouts), addresses
+    first: Any = arguments[0]
+    return (_launch.current_stream(first.get_device()), numbers, layouts), addresses
 
 
-def again(key, q, addresses):
+def again(key: Any, q: Tensor, addresses: Sequence[int]) -> Tensor | None:
     """The output of a call like one that was kept, or None."""
     step = _steps.get(key)
     if step is None:
@@ -78,7 +91,14 @@ def again(key, q, addresses):
     return out
 
 
-def keep(key, planned, tensors, arguments, constants, has_all_rows=True):
+def keep(
+    key: Any,
+    planned: _launch.Planned,
+    tensors: _launch.Tensors,
+    arguments: Arguments,
+    constants: Sequence[Tensor],
+    has_all_rows: bool = True,
+) -> None:
     """Keeps a call whose tensors are its arguments, an output of q's shape, which it writes all of
     or is 0 elsewhere, and constants."""
     pool = *arguments, tensors["output"], *constants

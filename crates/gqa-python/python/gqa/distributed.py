@@ -1,28 +1,31 @@
 """Attention over keys that several processes hold a share of each, by torch.distributed."""
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from gqa import flash_attn_with_kvcache
-from gqa._flash import _invalid
+from gqa._errors import invalid
 
 
 def context_parallel_decode(
-    q,
-    k_cache,
-    v_cache,
-    k=None,
-    v=None,
-    cache_seqlens=None,
-    block_table=None,
-    softmax_scale=None,
-    softcap=0.0,
-    return_softmax_lse=False,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    cache_seqlens: Tensor | int | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    return_softmax_lse: bool = False,
     *,
-    s_aux=None,
-    newest=None,
-    group=None,
-):
+    s_aux: Tensor | None = None,
+    newest: int | None = None,
+    group: Any = None,
+) -> Any:
     """Causal attention of new tokens over a KV cache of which each rank of a group has a share.
 
     Every rank of ``group``, by default all, calls with the same q, (batch, rows, heads, size), the
@@ -41,10 +44,10 @@ def context_parallel_decode(
     count, rank = dist.get_world_size(group), dist.get_rank(group)
     newest = count - 1 if newest is None else newest
     if not 0 <= newest < count:
-        raise _invalid("newest", newest, f"a rank of the group, 0 to {count - 1}")
+        raise invalid("newest", newest, f"a rank of the group, 0 to {count - 1}")
     is_newest = rank == newest
     if k is not None and not is_newest:
-        raise _invalid("k", f"a tensor on rank {rank}", f"None but on rank {newest}, newest")
+        raise invalid("k", f"a tensor on rank {rank}", f"None but on rank {newest}, newest")
     out, lse = flash_attn_with_kvcache(
         q,
         k_cache,
@@ -67,7 +70,7 @@ def context_parallel_decode(
     return (merged, torch.logsumexp(lses, 0)) if return_softmax_lse else merged
 
 
-def _gathered(out, lse, count, group):
+def _gathered(out: Tensor, lse: Tensor, count: int, group: Any) -> tuple[Tensor, Tensor]:
     """Outputs and log-sum-exps of all ranks, by one call for both."""
     mine = torch.cat([x.contiguous().view(-1).view(torch.uint8) for x in (out, lse)])
     parts = mine.new_empty((count, mine.numel()))
@@ -77,7 +80,7 @@ def _gathered(out, lse, count, group):
     return outs.view(count, *out.shape), lses.view(count, *lse.shape)
 
 
-def _merged(outs, lses):
+def _merged(outs: Tensor, lses: Tensor) -> Tensor:
     """What merge_states gives of parts whose output is 0 where they have no key, in few kernels."""
     weights = torch.softmax(lses.clamp(min=torch.finfo(lses.dtype).min), 0)
     return (outs * weights.transpose(-1, -2).unsqueeze(-1)).sum(0).to(outs.dtype)

@@ -1,9 +1,16 @@
 """``attn_implementation="gqa"`` in transformers' models."""
 
+from __future__ import annotations
+
 import functools
 import warnings
+from typing import TYPE_CHECKING, Any, cast
 
 from gqa import flash_attn_func, flash_attn_varlen_func
+from gqa._errors import invalid
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # What models hand on that no attention computes with, or that masks say.
 _WITHOUT_EFFECT = frozenset(
@@ -16,10 +23,10 @@ _WITHOUT_EFFECT = frozenset(
 )
 # Keys of a sparse attention, which only eager's and sdpa's masks have, and blocks of a KV cache.
 _REFUSED = "indices", "block_indices", "block_table"
-_warned = set()
+_warned: set[str] = set()
 
 
-def register(name="gqa"):
+def register(name: str = "gqa") -> None:
     """Makes ``attn_implementation=name`` known to transformers, for continuous batching, too.
 
     Models then attend by :func:`gqa.flash_attn_func`, with their masks, sliding windows, softcaps,
@@ -35,7 +42,7 @@ def register(name="gqa"):
     _let_batch_continuously(name)
 
 
-def _let_batch_continuously(name):
+def _let_batch_continuously(name: str) -> None:
     """Has transformers take the name where it takes its own ones only: it gives attention without
     a mask the sequences' lengths. Releases before 5.22 hand on other arguments; they switch to an
     attention of their own."""
@@ -45,18 +52,18 @@ def _let_batch_continuously(name):
     if tuple(map(int, __version__.split(".")[:2])) < (5, 22):
         return
 
-    manager = continuous_batching.ContinuousBatchingManager
+    manager: Any = continuous_batching.ContinuousBatchingManager
     switch = manager.switch_to_cb_friendly_attn
 
     @functools.wraps(switch)
-    def switch_but_for_ours(self, model, *arguments, **others):
+    def switch_but_for_ours(self: Any, model: Any, *arguments: Any, **others: Any) -> None:
         if model.config._attn_implementation != name:
             switch(self, model, *arguments, **others)
 
     manager.switch_to_cb_friendly_attn = switch_but_for_ours
 
 
-def mask(*arguments, **others):
+def mask(*arguments: Any, **others: Any) -> Any:
     """What transformers asks for a mask, once for all layers: that of ``sdpa``, which on a GPU is
     in rows that suit the kernels whatever the number of keys."""
     from transformers.masking_utils import sdpa_mask
@@ -71,22 +78,22 @@ def mask(*arguments, **others):
 
 
 def attention(
-    module,
-    query,
-    key,
-    value,
-    attention_mask=None,
-    dropout=0.0,
-    scaling=None,
-    sliding_window=None,
-    softcap=None,
-    s_aux=None,
-    is_causal=None,
-    position_bias=None,
-    sinks=None,
-    cu_seq_lens_q=None,
-    **others,
-):
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
+    sinks: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    **others: Any
+) -> tuple[Tensor, None]:
     """What transformers calls: query (batch, heads, rows, size), key and value likewise.
 
     ``s_aux``, (heads), and ``sinks``, (batch, heads, rows, 1), are logits without a value.
@@ -107,16 +114,16 @@ def attention(
     if reason is not None:
         for name, given in scores.items():
             if given is not None:
-                raise ValueError(f"{name}: got a value in a call with {reason}; allowed: None")
+                raise invalid(name, f"a value in a call with {reason}", None)
         others["position_bias"] = position_bias
-        return _sdpa(
-            module, query, key, value, attention_mask, dropout, scaling, is_causal, reason, others
-        )
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        tensors, numbers = (query, key, value, attention_mask), (dropout, scaling, is_causal)
+        attended = _sdpa(module, *tensors, *numbers, reason, others)
+        return cast("tuple[Tensor, None]", attended)
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     window = (-1, -1)
     if attention_mask is None and sliding_window is not None:
         window = sliding_window - 1, 0 if causal else sliding_window - 1
-    named = {"softmax_scale": scaling, "window_size": window}
+    named: dict[str, Any] = {"softmax_scale": scaling, "window_size": window}
     named |= {"softcap": softcap or 0.0, "s_aux": s_aux}
     if scores.get("cu_seq_lens_q") is None:
         output = _dense(query, key, value, attention_mask, position_bias, sinks, causal, named)
@@ -125,29 +132,41 @@ def attention(
         output = _packed(query, key, value, named, others)
     else:
         name = "sinks" if position_bias is None else "position_bias"
-        raise ValueError(f"{name}: got a value with cu_seq_lens_q; allowed: None")
+        raise invalid(name, "a value with cu_seq_lens_q", None)
     return output, None
 
 
-def _check_others(others):
+def _check_others(others: dict[str, Any]) -> None:
     """Errs where an attention is asked for that is not this one."""
     for name in _REFUSED:
         if others.get(name) is not None:
             allowed = "None, as it is where attn_implementation is 'sdpa' or 'eager'"
-            raise ValueError(f"{name}: got {type(others[name]).__name__}; allowed: {allowed}")
+            raise invalid(name, type(others[name]).__name__, allowed)
     if others.get("output_attentions"):
         allowed = "False, or attn_implementation='eager'"
-        raise ValueError(f"output_attentions: got True; allowed: {allowed}")
+        raise invalid("output_attentions", True, allowed)
 
 
-def _cached(module, key, value, others):
+def _cached(
+    module: Any, key: Tensor, value: Tensor, others: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
     """Keys and values of all tokens, where a cache of continuous batching has not yet got those of
     the new ones, as in transformers before 5.24; it says how long sequences are, too."""
     named = {"key_states": key, "value_states": value, "layer_idx": module.layer_idx}
-    return others["cache"].update(**named, kwargs=others)
+    updated = others["cache"].update(**named, kwargs=others)
+    return cast("tuple[Tensor, Tensor]", updated)
 
 
-def _dense(query, key, value, mask, position_bias, sinks, causal, named):
+def _dense(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    position_bias: Tensor | None,
+    sinks: Tensor | None,
+    causal: bool,
+    named: dict[str, Any],
+) -> Tensor:
     """Attention of sequences of one length."""
     rows, keys, batch = query.shape[2], key.shape[2], max(query.shape[0], key.shape[0])
     if mask is not None:
@@ -159,17 +178,20 @@ def _dense(query, key, value, mask, position_bias, sinks, causal, named):
     if position_bias is not None:
         mask = _with_bias(mask, position_bias[..., :keys].to(query.dtype))
         mask = mask.expand(-1, -1, rows, -1)
-    heads = (x.expand(batch, -1, -1, -1).transpose(1, 2) for x in (query, key, value))
+    q, k, v = (x.expand(batch, -1, -1, -1).transpose(1, 2) for x in (query, key, value))
     named |= {"causal": causal and rows > 1, "mask": mask}
+    output: Tensor
     if sinks is None:
-        return flash_attn_func(*heads, **named)
-    output, lse = flash_attn_func(*heads, **named, return_softmax_lse=True)
+        output = flash_attn_func(q, k, v, **named)
+        return output
+    output, lse = flash_attn_func(q, k, v, **named, return_softmax_lse=True)
     # The keys' share of the weight.
     share = (lse[..., None] - sinks.float()).sigmoid()
-    return (output * share.transpose(1, 2)).to(output.dtype)
+    output = (output * share.transpose(1, 2)).to(output.dtype)
+    return output
 
 
-def _with_bias(mask, bias):
+def _with_bias(mask: Tensor | None, bias: Tensor) -> Tensor:
     """A mask of numbers, with a bias where it hides nothing."""
     import torch
 
@@ -178,18 +200,23 @@ def _with_bias(mask, bias):
     return torch.where(mask, bias, -torch.inf) if mask.dtype == torch.bool else mask + bias
 
 
-def _packed(query, key, value, named, others):
+def _packed(
+    query: Tensor, key: Tensor, value: Tensor, named: dict[str, Any], others: dict[str, Any]
+) -> Tensor:
     """Attention of sequences that lie one behind the other."""
     batch, _, rows, _ = query.shape
-    heads = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     most = (others.get(name) for name in ("max_length_q", "max_length_k"))
     most = (None if n is None else int(n) for n in most)
     named |= dict(zip(("max_seqlen_q", "max_seqlen_k"), most))
-    output = flash_attn_varlen_func(*heads, cu_seqlens_k=others["cu_seq_lens_k"], **named)
-    return output.unflatten(0, (batch, rows))
+    named["cu_seqlens_k"] = others["cu_seq_lens_k"]
+    output: Tensor = flash_attn_varlen_func(q, k, v, **named)
+    return output.view(batch, rows, *output.shape[1:])
 
 
-def _why_not(query, key, value, dropout, others):
+def _why_not(
+    query: Tensor, key: Tensor, value: Tensor, dropout: float, others: dict[str, Any]
+) -> str | None:
     """Why the call is not one of ours."""
     import torch
 
@@ -206,7 +233,18 @@ def _why_not(query, key, value, dropout, others):
     return next(unknown, None)
 
 
-def _sdpa(module, query, key, value, mask, dropout, scaling, is_causal, reason, others):
+def _sdpa(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    is_causal: bool | None,
+    reason: str,
+    others: dict[str, Any],
+) -> Any:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     if reason not in _warned:

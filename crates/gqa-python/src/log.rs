@@ -1,0 +1,13 @@
+//! `GQA_LOG`.
+
+use gqa_host::Error;
+use gqa_host::plan::environment;
+
+/// Log lines go to stderr: warnings, or what `GQA_LOG` asks for.
+pub fn start() -> Result<(), Error> {
+    let level = environment::log_level()?;
+    let lines = tracing_subscriber::fmt().with_writer(std::io::stderr).with_max_level(level);
+    // An interpreter that imports the module again finds what was started.
+    let _ = lines.without_time().try_init();
+    Ok(())
+}
