@@ -1,58 +1,58 @@
-//! Flash attention for prompts and chunks on SM 90a: warp-specialised, TMA in, wgmma, ping-pong.
+//! FlashAttention for prefill and chunked prefill on SM 90a: warp-specialised, TMA loads, wgmma,
+//! ping-pong.
 //!
-//! **One block** walks over work tiles: `WARPGROUPS · 64` query rows of one (batch, query head).
-//! One producer thread draws work and keeps a ring of K and V tiles full through TMA, another loads
-//! Q; each consumer warpgroup owns 64 rows: S = Q·Kᵀ from shared memory, online softmax in
-//! registers, O += P·V with P from registers. The next tile's S is issued before the P·V of the
-//! current one, over the borders of work tiles too, and two named barriers hand the tensor cores
-//! from one warpgroup to the other, so that one exponentiates while the other multiplies
-//! (FlashAttention-3, 2024).
+//! **One CTA** loops over work tiles: `WARPGROUPS · 64` query rows of one (batch, query head). One
+//! producer thread draws work tiles and fills the pipeline stages of K and V through TMA, another
+//! thread loads Q. Each consumer warpgroup owns 64 rows: S = Q·Kᵀ from shared memory, online
+//! softmax in registers, O += P·V with P from registers. A consumer issues the next tile's S before
+//! the current tile's P·V, across work tiles too. Named barriers order the warpgroups on the tensor
+//! cores (ping-pong): one exponentiates while the other multiplies (FlashAttention-3, 2024).
 //!
-//! **Grid** ([`grid`]): as many blocks as SMs, (WARPGROUPS + 1) · 128 threads. Tiles are numbered
-//! so that the (head, batch) pairs of a section, whose K and V fit the L2 cache together, are
-//! finished before the next section, longest tiles first. Each block draws its next tile from a
-//! counter when it is about to need it. Where that would leave SMs idle, the keys of a work tile
-//! are cut into `splits`, work tiles of their own, whose results [`combine`](super::combine)
-//! merges.
+//! **Grid** ([`grid`]): persistent, at most one CTA per SM, (WARPGROUPS + 1) · 128 threads, and 128
+//! more where a warpgroup converts tiles. The numbering of the work tiles finishes one section of
+//! (head, batch) pairs, whose K and V fit the L2 cache together, before the next section, longest
+//! tiles first. A CTA draws its next tile from an atomic counter just before it needs it. Where too
+//! few work tiles would leave SMs idle, the keys of a work tile are split into `splits` KV ranges,
+//! each a work tile, and [`combine`](super::combine) merges their results.
 //!
 //! **Tensors**: q and out (batch, query head, S, head size), k and v (batch, KV head, capacity,
 //! head size), q, k and v each through a tensor map with any strides that are multiples of 8; out
 //! through a pointer, with 16-byte stores. lse, which may be null, is (batch, query head, S).
 //! Scales are positive.
 //!
-//! **Shared memory**: Q tiles of 64 rows, then one ring of K and V tiles, each as 64-column chunks
-//! of 128-byte rows with the 128-byte swizzle, then the barriers, then descriptions of work tiles.
-//! Columns behind `head_size` and rows behind the tensor arrive as zeros.
+//! **Shared memory**: Q tiles of 64 rows, then the K and V stages, each as 64-column chunks of
+//! 128-byte rows with the 128-byte swizzle, then the barriers, then the work tile descriptions. TMA
+//! fills columns past `head_size` and rows past the end of the tensor with zeros.
 //!
-//! **Queries** that are not rotated yet (positions implicit) are rotated by the kernels of two
-//! warpgroups: each warpgroup turns its rows in their tile, between their arrival and their first
-//! product (`rotate.rs`).
+//! **Rotary embedding** with implicit positions is fused into the kernels of two warpgroups: each
+//! warpgroup rotates its rows in shared memory, after they arrive and before the first product
+//! (`rotate.rs`).
 //!
-//! **With a mask** or bias its tiles have a ring of their own, filled by two more warps (`mask.rs`)
-//! through the tensor map `tiles` or, where its rows are no vectors, through pointers; every tile
-//! is masked then.
+//! **With a mask** or bias, two more warps load its tiles into pipeline stages of their own through
+//! the tensor map `tiles` (`mask.rs`), and the consumers apply it to every key tile.
 //!
-//! **Over a paged KV cache** tiles of K and V are put together from boxes, one from each block, by
-//! two warps, and a row tile is one of a sequence's tokens, which lie one behind the other
-//! (`pages.rs`).
+//! **Over a paged KV cache** two warps assemble each K and V tile from boxes, one box per block,
+//! and a row tile holds tokens of one sequence; q and out hold the tokens of all sequences packed
+//! one after the other (`pages.rs`).
 //!
-//! **Over a quantized KV cache** one more warpgroup makes halves of tiles of quantized values on
-//! their way (`convert.rs`), and queries become halves in their tile (`queries.rs`); scales join
-//! before and behind the products (`scales.rs`). Keys of e4m3 may be multiplied as they are, by
-//! queries that become sums of two such numbers (`operand.rs`).
+//! **Over a quantized KV cache** one more warpgroup converts each tile of quantized values to
+//! float16 in shared memory (`convert.rs`), and the consumers convert the queries to float16 in
+//! their tile (`queries.rs`). The scales multiply the queries or S, and the output (`scales.rs`).
+//! Keys of e4m3 can also stay e4m3: then each query element is a sum of two e4m3 values
+//! (`operand.rs`).
 //!
-//! **Operands of e4m3**: over a cache of such quantized values queries and weights may be rounded
-//! to them as well, and products take half the time (`float8.rs`, `operand.rs`).
+//! **Operands of e4m3**: over an e4m3 cache Q and P may be rounded to e4m3 too, which doubles the
+//! rate of the products (`float8.rs`, `operand.rs`).
 //!
-//! **Barriers** (mbarriers; full: the bytes of every warp that copies have landed; empty: one
-//! arrival per consumer warp): each Q tile of a warpgroup, each stage of the ring, through which
-//! tiles go in the order K₀ K₁ V₀ K₂ V₁ … Where tiles are converted, each stage has one more, for
-//! the bytes, and full means an arrival of each thread that converts.
+//! **Barriers** (mbarriers): one full and one empty for each Q tile and for each K and V stage. A
+//! full barrier completes when the bytes of every copying warp have landed; an empty barrier takes
+//! one arrival per consumer warp. Tiles pass through the stages in the order K₀ K₁ V₀ K₂ V₁ … Where
+//! a warpgroup converts tiles, each stage has one more barrier for the bytes, and its full barrier
+//! takes one arrival per converting thread.
 //!
-//! **Numerics**: f32 accumulation, `exp2` of scores times `scale · log2 e`, weights, against a
-//! maximum that may lag, rounded to the element type. [`D64`], [`D64Short`] and those of e4m3
-//! divide by the sum of the rounded weights, which their log-sum-exp is of, too; [`D64Exact`] does
-//! not.
+//! **Numerics**: f32 accumulation; P = `exp2(score · scale · log2 e - m)` with a lagged row maximum
+//! m, rounded to the element type. [`D64`], [`D64Short`] and the e4m3 kernels divide by the sum of
+//! the rounded P and derive the log-sum-exp from it; [`D64Exact`] sums P before rounding.
 
 mod consumer;
 mod convert;
@@ -98,7 +98,7 @@ use rotate::Rotation;
 use scales::{CacheScales, Scales};
 use shape::{Tile, WARPGROUP, WORK_SLOTS};
 
-/// Query rows that TMA loads at a time.
+/// Query rows of a TMA box.
 pub const QUERY_BOX: u32 = shape::WARPGROUP_ROWS;
 
 impl<
@@ -113,7 +113,7 @@ impl<
     const CODES: bool,
 > Hopper<D, N, G, C, W, O, M, SPLITS, CODES>
 {
-    /// Oldest compute capability, times ten.
+    /// Lowest compute capability, times ten.
     pub const MIN_SM: u32 = 90;
     /// Largest head size.
     pub const HEAD_SIZE: u32 = D;
@@ -121,15 +121,15 @@ impl<
     pub const ROWS: u32 = <Self as Tile>::ROWS;
     /// Keys of a tile.
     pub const KEYS: u32 = N;
-    /// Threads of a block.
+    /// Threads of a CTA.
     pub const THREADS: u32 = <Self as Tile>::THREADS;
-    /// Dynamic shared memory of a block.
+    /// Dynamic shared memory of a CTA, in bytes.
     pub const SHARED_BYTES: u32 = <Self as Tile>::BYTES;
-    /// The same over a paged KV cache.
+    /// Dynamic shared memory of a CTA over a paged KV cache, in bytes.
     pub const PAGED_SHARED_BYTES: u32 = <Self as Tile>::PAGED_BYTES;
 
-    /// The kernel, with a mask or without, over a cache with such scales; `convert` is what the
-    /// warpgroup does that converts tiles, if there is one.
+    /// The body of all kernels here. `cache` holds the scales of a quantized cache, or is `()`;
+    /// `convert` is the loop of the warpgroup that converts tiles, called only if `CODES`.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn attend<T: MmaElement, P: Steps, K: CacheScales>(
         [q, k, v]: [TensorMap; 3],
@@ -166,7 +166,7 @@ impl<
             return;
         }
         if thread_idx() < WARPGROUP {
-            // Those who load a mask need more.
+            // The warps that load a mask need more registers.
             if M > 0 {
                 registers_lower::<56>()
             } else if CODES || G == 2 {
@@ -191,7 +191,8 @@ impl<
                         None => {
                             producer::clear_unseeing::<T, Self>(seqlens_k, pointers.to, columns, p);
                         }
-                        // Here a token sees itself at least, and there is no padding.
+                        // A token sees at least itself, and packed tokens have no padding: nothing
+                        // to clear.
                         Some(pages) => {
                             pages::share_keys_and_values::<Self>(base, k, v, pages, p);
                         }
@@ -219,7 +220,7 @@ impl<
 impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
     Hopper<D, N, 2, C, W, O, 0, false, false>
 {
-    /// The kernel of two warpgroups, which have registers to rotate queries.
+    /// The kernel of two warpgroups, which have registers left to rotate queries.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn run<T: MmaElement>(
         q: TensorMap,
@@ -241,7 +242,7 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
         Self::attend::<T, T, ()>([q, k, v], seqlens_k, pointers, counter, &attention, (), |_| ());
     }
 
-    /// The same with output of e4m3, times `out_scale`.
+    /// `run` with e4m3 output: stored output = true output / `out_scale`.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn run_scaled<T: MmaElement>(
         q: TensorMap,
@@ -265,10 +266,10 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
         Self::attend::<T, T, ()>([q, k, v], seqlens_k, pointers, counter, &attention, (), |_| ());
     }
 
-    /// The kernel for a paged KV cache: k and v are (block, row, KV head, head size), of which
-    /// `block_table`, (batch, blocks of a sequence), gives some to each sequence. Query and output
-    /// rows are the tokens of all sequences, of which sequence `b` has those from `starts[b]` on,
-    /// behind `past_seqlens[b]` keys that the call does not add.
+    /// The kernel for a paged KV cache: k and v are (block, row, KV head, head size), and
+    /// `block_table`, (batch, blocks of a sequence), lists the blocks of each sequence. q and out
+    /// hold the tokens of all sequences; `starts` is cu_seqlens: the tokens of sequence `b` begin
+    /// at row `starts[b]`. `past_seqlens[b]` keys precede them in the cache.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn run_paged<T: MmaElement>(
         q: TensorMap,
@@ -305,9 +306,9 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
 impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
     Hopper<D, N, 2, C, W, O, 0, false, false>
 {
-    /// The kernel for operands of e4m3, which [`float8_operands`] writes but for the keys: q
-    /// (batch, query head, S, head size), k (batch, KV head, capacity, head size), v as in
-    /// `float8.rs`, each with two quantized values to a column of its tensor map.
+    /// The kernel for e4m3 operands: q (batch, query head, S, head size) and v (`float8.rs`), both
+    /// written by [`float8_operands`], and k, the cache (batch, KV head, capacity, head size). A
+    /// column of a tensor map is two quantized values.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn run_float8<T: MmaElement>(
         q: TensorMap,
@@ -342,8 +343,8 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
 impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
     Hopper<D, N, 2, C, W, O, 0, false, true>
 {
-    /// The kernel for a quantized cache, whose tensor maps have 16 bits of quantized values to a
-    /// column. Products are of halves, or with `FLOAT8_KEYS` those of keys of e4m3.
+    /// The kernel for a quantized cache; a column of its tensor maps is 16 bits of quantized
+    /// values. The products are float16, or e4m3 for S with `FLOAT8_KEYS`.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn run_quantized<T: MmaElement, const FLOAT8_KEYS: bool>(
         q: TensorMap,
@@ -376,7 +377,8 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
         );
     }
 
-    /// The same for a paged KV cache, as [`run_paged`](D128::run_paged) is for one of elements.
+    /// `run_quantized` for a paged KV cache, whose parameters are those that
+    /// [`run_paged`](D128::run_paged) takes.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn run_paged_quantized<T: MmaElement, const FLOAT8_KEYS: bool>(
         q: TensorMap,
@@ -458,7 +460,7 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
 impl<const D: u32, const N: u32, const G: u32, const C: usize, const W: usize, const O: usize>
     Hopper<D, N, G, C, W, O, 0, true, false>
 {
-    /// The kernel for splits of the keys.
+    /// The kernel that splits the keys.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn run<T: MmaElement>(
         q: TensorMap,
@@ -504,7 +506,7 @@ impl<const D: u32, const N: u32, const G: u32, const C: usize, const W: usize, c
     }
 }
 
-/// Where the tensor cores sum weights, writes the ones, for them to see after a barrier.
+/// Where the tensor cores sum P, fills the operand of ones; the caller's barrier publishes it.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn fill_ones<T: MmaElement, S: Tile>(base: u32) {
     if !S::SUM_COLUMNS {
@@ -512,7 +514,7 @@ fn fill_ones<T: MmaElement, S: Tile>(base: u32) {
     }
     if S::IS_TRANSPOSED {
         const ONES: u32 = 0x3838_3838;
-        /// Vectors of a stage's ones.
+        /// 16-byte vectors of ones in a stage.
         const VECTORS: u32 = 64;
         let (stage, vector) = (thread_idx() / VECTORS, thread_idx() % VECTORS);
         for stage in Rolled(stage..S::STAGES, (S::WARPGROUPS + 1) * WARPGROUP / VECTORS) {
@@ -529,7 +531,7 @@ fn fill_ones<T: MmaElement, S: Tile>(base: u32) {
 fn init_barriers<T: MmaElement, S: Tile>(base: u32, mask: Option<Mask<T>>, pages: Option<Pages>) {
     let warps = S::WARPGROUPS * 4;
     let copying = pages.map_or(1, |_| pages::COPYING_WARPS);
-    // Queries, and what is known of gaps.
+    // Over a paged cache the Q barrier counts two arrivals: the Q tile, and the scan for gaps.
     let described = if pages.is_some() { 2 } else { 1 };
     let (copied, read) = mask.map_or((0, 0), |_| (mask::WARPS, warps));
     let mut stage = 0;
@@ -561,14 +563,14 @@ fn init_barriers<T: MmaElement, S: Tile>(base: u32, mask: Option<Mask<T>>, pages
     fence_mbarrier_init();
 }
 
-/// Blocks of a launch: one per SM at most; each walks over work tiles of `rows` rows.
+/// Grid of a launch: at most one CTA per SM; each loops over work tiles of `rows` rows.
 #[cfg(not(target_arch = "nvptx64"))]
 pub fn grid(p: &AttentionParams, rows: u32, multiprocessors: u32) -> [u32; 3] {
     let work = work_tiles(p, rows) * u64::from(p.splits.max(1));
     [u32::try_from(work).unwrap_or(u32::MAX).min(multiprocessors), 1, 1]
 }
 
-/// Blocks of a launch for sequences in a paged KV cache.
+/// Grid of a launch over a paged KV cache.
 #[cfg(not(target_arch = "nvptx64"))]
 pub fn paged_grid(p: &PagedHopperParams, rows: u32, multiprocessors: u32) -> [u32; 3] {
     let a = &p.hopper.attention;
@@ -577,18 +579,17 @@ pub fn paged_grid(p: &PagedHopperParams, rows: u32, multiprocessors: u32) -> [u3
     [u32::try_from(work).unwrap_or(u32::MAX).min(multiprocessors), 1, 1]
 }
 
-/// Work tiles of `rows` rows, without splits of the keys.
+/// Work tiles of `rows` rows, before the keys are split.
 #[cfg(not(target_arch = "nvptx64"))]
 fn work_tiles(p: &AttentionParams, rows: u32) -> u64 {
     u64::from(p.q_len.div_ceil(rows)) * u64::from(p.q_heads) * u64::from(p.batch)
 }
 
-/// Into how many splits to cut the keys of tiles of `rows` rows and `keys` keys: the number for
-/// which the call ends first on a device with that many SMs, if the longest sequence has `max_keys`
-/// keys.
+/// Number of KV splits for tiles of `rows` rows and `keys` keys that minimises the estimated time
+/// on `multiprocessors` SMs, if the longest sequence has `max_keys` keys.
 ///
-/// Times are in key tiles, 1.3 us of a block on an H200: work tiles come in waves, and splits write
-/// and read their results in f32.
+/// The unit of time is one key tile, 1.3 us of a CTA on an H200. Work tiles run in waves; splits
+/// write and read their results in f32.
 #[cfg(not(target_arch = "nvptx64"))]
 pub fn splits(
     p: &AttentionParams,
@@ -597,11 +598,11 @@ pub fn splits(
     max_keys: u32,
     multiprocessors: u32,
 ) -> u32 {
-    /// Splits at most: an SM's share of the keys of one sequence is rarely less.
+    /// Most splits: the keys of one sequence rarely need more SMs.
     const MOST: u32 = 32;
-    /// To start a work tile, and to start the merge.
+    /// Cost of starting a work tile, and of starting the merge.
     const START: u64 = 2;
-    /// Bytes of splits that are written and read in the time of a tile.
+    /// Bytes of split results that are written and read in the time of one key tile.
     const BYTES: u64 = 2 << 20;
     let visible =
         if p.window > 0 { max_keys.min(p.window.saturating_add(p.q_len - 1)) } else { max_keys };
@@ -617,8 +618,8 @@ pub fn splits(
     (1..=tiles.min(MOST)).min_by_key(|&splits| time(splits)).unwrap_or(1)
 }
 
-/// (query head, batch) pairs whose K and V fill at most about half the L2 cache together: whole
-/// groups of them, and about as many in every section.
+/// (query head, batch) pairs of a section: their K and V fill at most about half the L2 cache.
+/// Sections hold whole groups of query heads and are about equally large.
 #[cfg(not(target_arch = "nvptx64"))]
 pub fn l2_section(p: &AttentionParams, l2_bytes: u64) -> u32 {
     let bytes = 4 * u64::from(p.capacity) * u64::from(p.head_size);

@@ -1,4 +1,4 @@
-//! A consumer warpgroup: 64 rows of every work tile of the block.
+//! A consumer warpgroup: 64 rows of every work tile of the CTA.
 
 mod again;
 mod products;
@@ -24,28 +24,28 @@ use crate::params::AttentionParams;
 use crate::simt::*;
 use core::marker::PhantomData;
 
-/// Of tiles of which nobody has asked whether they have arrived.
+/// K and V tiles that no test has reported as arrived.
 const UNKNOWN: [u32; 2] = [0; 2];
-/// Named barrier: all consumers have cleared their share of a V tile. Barrier 1 + w is warpgroup
-/// w's turn.
+/// Named barrier: all consumers have cleared their share of a V tile. Barrier 1 + w is the ordered
+/// barrier on which warpgroup w waits for the tensor cores.
 const CLEARED: u32 = 8;
 
-/// What is not a tensor map.
+/// The parameters other than the tensor maps of Q, K and V.
 #[derive(Clone, Copy)]
 pub(super) struct Pointers<T> {
     pub(super) mask: Option<Mask<T>>,
-    /// Of queries that are not rotated yet.
+    /// Rotary embedding of queries that are not rotated yet.
     pub(super) rotation: Option<Rotation<T>>,
-    /// Of sequences in a paged KV cache.
+    /// The paged KV cache.
     pub(super) pages: Option<Pages>,
-    /// Of e4m3.
+    /// Scales of e4m3 operands.
     pub(super) scales: Option<Scales>,
     pub(super) head_sink: Global<T>,
     pub(super) to: Destination<T>,
 }
 
-/// A consumer warpgroup, which multiplies operands of type `P`, over a cache with scales `K`: `C`
-/// score, `W` packed weight and `O` output registers per thread.
+/// A consumer warpgroup that multiplies operands of type `P`, over a cache with scales `K`: per
+/// thread `C` registers of scores, `W` of packed P and `O` of output.
 pub(super) struct Consumer<'a, T, P: Steps, S, K, const C: usize, const W: usize, const O: usize> {
     p: &'a AttentionParams,
     base: u32,
@@ -53,13 +53,13 @@ pub(super) struct Consumer<'a, T, P: Steps, S, K, const C: usize, const W: usize
     pointers: Pointers<T>,
     softmax: Softmax<'a>,
     scales: K,
-    /// The Q tile in use; before the first, the last of the ring.
+    /// The Q tile in use; before the first, the position of the first.
     q: Ring,
     /// The next K or V tile.
     kv: Ring,
-    /// Whether that tile and the one behind are known to have arrived, where consumers
-    /// [ask ahead](Tile::ASKS_AHEAD). Steps over edges look at it, too: else the assembler keeps
-    /// the ring's position in registers that are not uniform.
+    /// Whether that tile and the one after it are known to have arrived, where consumers [test
+    /// ahead](Tile::ASKS_AHEAD). Masked steps read it too: otherwise ptxas keeps the pipeline
+    /// position in non-uniform registers.
     arrived: [u32; 2],
     /// The next tile of the mask.
     mask: Ring,
@@ -68,13 +68,13 @@ pub(super) struct Consumer<'a, T, P: Steps, S, K, const C: usize, const W: usize
     shape: PhantomData<(P, S)>,
 }
 
-/// Where a consumer is: the key tile whose weights it holds, and those still to come.
+/// Position of a consumer: the key tile whose P it holds, and the tiles still to come.
 #[derive(Clone, Copy)]
 pub(super) struct Cursor {
     slot: Slot,
     keys: KeyTiles,
     tile: u32,
-    /// Where the tiles end of which all rows see all keys.
+    /// Steps down to this tile need no mask: all rows see all keys.
     bottom: u32,
 }
 
@@ -83,7 +83,7 @@ pub(super) struct State<const W: usize, const O: usize> {
     o: [f32; O],
     weights: [u32; W],
     rows: RowPair,
-    /// The output has begun: it is not what another work tile left.
+    /// Whether `o` holds output of this work tile; if not, the next product overwrites it.
     begun: bool,
 }
 
@@ -102,8 +102,7 @@ impl<
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn new(base: u32, p: &'a AttentionParams, pointers: Pointers<T>, scales: K) -> Self {
-        // Shuffled, so that the compiler sees that a warp's lanes agree, and keeps what follows in
-        // uniform registers.
+        // Broadcast, so that the compiler knows that it is warp-uniform and uses uniform registers.
         let warpgroup = shfl_idx_u32(thread_idx() / WARPGROUP, 0) - 1;
         let biased = pointers.mask.is_some_and(|mask| mask.is_bias());
         let factor = if p.softcap > 0.0 || biased { LOG2_E } else { p.scale * LOG2_E };
@@ -133,10 +132,10 @@ impl<
         }
     }
 
-    /// Everything, from the first work tile to the last.
+    /// Attends to all work tiles.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn run(&mut self) {
-        // The first turn is warpgroup 0's.
+        // Warpgroup 0 goes first.
         if self.warpgroup + 1 == S::WARPGROUPS {
             self.pass_turn();
         }
@@ -144,15 +143,15 @@ impl<
         if !at.keys.is_empty() {
             self.attend(&mut at);
         }
-        // The turn that went round comes to rest.
+        // Consumes the outstanding barrier phase before exit.
         if self.warpgroup == 0 {
             self.take_turn();
         }
     }
 
-    /// The next S = Q · Kᵀ is issued before the P · V of the current one, over the borders of work
-    /// tiles too: the softmax of a work tile's first scores and the way out of its output hide
-    /// behind matrix products like all others.
+    /// The mainloop over all work tiles. Issues the next S = Q · Kᵀ before the current P · V,
+    /// across work tiles too, so that the softmax of a work tile's first scores and the epilogue of
+    /// its output also overlap with products.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn attend(&mut self, at: &mut Cursor) {
         let o = [0.0; O];
@@ -190,12 +189,12 @@ impl<
         self.finish(&mut o, rows.states(), at.slot);
     }
 
-    /// A step where something is masked, or where the output of a work tile is complete and the
-    /// next one begins; the others are in `steps`. Returns whether there is a next one.
+    /// A step that masks scores, or that starts the next work tile and writes the output of the
+    /// finished one; all other steps are in `steps.rs`. Returns false at the end of the work.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn step_over_edge(&mut self, state: &mut State<W, O>, at: &mut Cursor) -> bool {
         let from = *at;
-        // A vote, so that the assembler sees that a warp's lanes agree.
+        // A vote, so that ptxas knows that the condition is warp-uniform.
         let ends = any_sync(at.tile == at.keys.first);
         if ends {
             *at = self.begin();
@@ -237,7 +236,7 @@ impl<
         true
     }
 
-    /// Issues the next S and this O; returns S when it is there.
+    /// Issues the next S and the current P · V, and returns S once it is complete.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn multiply(&mut self, state: &mut State<W, O>) -> [f32; C] {
         self.wait_known(0, self.kv);
@@ -253,7 +252,7 @@ impl<
         s
     }
 
-    /// Waits for the next work tile's description and Q.
+    /// Waits for the description and the Q tile of the next work tile.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn begin(&mut self) -> Cursor {
         if self.works > 0 {
@@ -264,7 +263,7 @@ impl<
         self.works += 1;
         let mut keys = slot.keys();
         if self.pointers.pages.is_some() && slot.has_gaps::<S>() {
-            // No row sees all keys of any tile.
+            // Masks every tile.
             (keys.full_end, keys.cached_end) = (0, 0);
         }
         let keys = keys.agreed();
@@ -286,23 +285,23 @@ impl<
         if let Some(factors) = self.scales.row_factors::<T, P, S>(rows, self.p) {
             self.softmax.factors = factors;
         }
-        // Large heads of two bytes do better with one loop: the other one keeps K until weights are
-        // seen, and with their few tiles under way that keeps the next ones out.
+        // For 16-bit operands and more than 128 columns one loop is faster: the unmasked loop keeps
+        // K until P is checked, and with few stages that delays the next tiles.
         let mixed = self.p.softcap > 0.0 || S::D > 128 && !S::IS_TRANSPOSED;
         let bottom = if mixed { u32::MAX } else { keys.first.max(keys.full_first) };
         Cursor { slot, keys, tile: keys.end.wrapping_sub(1), bottom }
     }
 
-    /// Waits for the tensor cores.
+    /// Ordered barrier: waits for this warpgroup's turn on the tensor cores.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn take_turn(&self) {
-        // With a mask there is no register to keep the number in.
+        // With a mask no register is left to hold the number.
         let masked = S::MASK_STAGES > 0;
         let turn = if masked { thread_idx() / WARPGROUP } else { 1 + self.warpgroup };
         named_barrier_sync(turn, 2 * WARPGROUP);
     }
 
-    /// The same behind the loop, in which there is no register to keep the number in.
+    /// [`take_turn`](Self::take_turn) after the loop, where no register is left to hold the number.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn take_last_turn(&self) {
         if S::MASK_STAGES > 0 {
@@ -312,7 +311,7 @@ impl<
         }
     }
 
-    /// Hands the tensor cores on.
+    /// Ordered barrier: passes the tensor cores to the next warpgroup.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn pass_turn(&self) {
         let next = if self.warpgroup + 1 == S::WARPGROUPS { 0 } else { self.warpgroup + 1 };
@@ -325,7 +324,7 @@ impl<
         if self.pointers.pages.is_some() { seqlen.new_rows() } else { self.p.q_len }
     }
 
-    /// Number of the Q tile in use.
+    /// Index of the Q tile in use.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn q_tile(&self) -> u32 {
         self.warpgroup * S::Q_STAGES + self.q.stage
@@ -336,7 +335,7 @@ impl<
         mbarrier_wait(self.base + S::KV_FULL + at.barrier(), at.parity);
     }
 
-    /// The same for K, number 0, or V, number 1, unless it is known to have arrived.
+    /// Waits for K (`tile` 0) or V (`tile` 1) unless it is known to have arrived.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn wait_known(&self, tile: usize, at: Ring) {
         if S::ASKS_AHEAD {
@@ -353,7 +352,7 @@ impl<
         mbarrier_test(self.base + S::KV_FULL + at.barrier(), at.parity)
     }
 
-    /// This warp has read the K or V tile.
+    /// Releases the stage for this warp.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn release_tile(&self, at: Ring) {
         if lane() == 0 {
@@ -361,7 +360,7 @@ impl<
         }
     }
 
-    /// This warp has read the Q tile for the last time, if the key tile is the last.
+    /// Releases the Q tile for this warp after the work tile's last key tile.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn release_queries(&self, at: &Cursor) {
         if at.tile == at.keys.first && lane() == 0 {
@@ -369,7 +368,7 @@ impl<
         }
     }
 
-    /// What few calls and few tiles need.
+    /// Applies softcap, mask and bias, and hides invisible keys: only some calls and tiles need it.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn cap_and_mask(&self, s: &mut [f32; C], at: &Cursor) {
         if self.p.softcap > 0.0 {
@@ -384,7 +383,7 @@ impl<
             let row = at.slot.place::<S>().row;
             let window = match self.pointers.pages {
                 None => self.p.window,
-                // Opaque, or its comparison with 0 would take a predicate from all the loop.
+                // opaque(): otherwise its comparison with 0 occupies a predicate across the loop.
                 Some(_) => opaque(self.p.window),
             };
             self.softmax.mask(s, at.slot.seen::<S>(), [row, at.tile * S::N], window);
@@ -397,15 +396,16 @@ impl<
         }
     }
 
-    /// This warp's rows of the next tile of the mask.
+    /// Address of this warp's rows in the next mask tile.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn mask_rows(&self, mask: Mask<T>) -> u32 {
         let tile = self.base + S::MASK + self.mask.stage * S::MASK_BYTES;
         mask.rows(tile, self.warpgroup * WARPGROUP_ROWS + warp() % 4 * 16)
     }
 
-    /// Scores become exponents, those of the first row weights. Where a work tile begins, its rows
-    /// start with these scores; with a bias they may start anew at any tile.
+    /// Online softmax of both rows except for the last step: subtracts the row maxima of both rows
+    /// and exponentiates the first row. The first tile of a work tile sets the row maxima; with a
+    /// bias any tile may reset them.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn relate_and_weigh(
         &mut self,
@@ -422,7 +422,7 @@ impl<
             *raised = softmax.settle(s, rows);
             softmax.relate_and_raise(0, s, rows, raised);
             softmax.relate_and_raise(1, s, rows, raised);
-            // NaN raises rows too.
+            // NaN also triggers a rescale.
             if raised.any && mask.is_bias() {
                 mask.hide_again::<S, C>(self.mask_rows(mask), s);
             }
@@ -440,8 +440,8 @@ impl<
         }
     }
 
-    /// Rows of V behind the sequence may hold anything, NaN included, and a weight of 0 does not
-    /// silence NaN: they become 0. Transposed they are 0 already.
+    /// Clears rows of V past the end of the sequence: they may hold anything, NaN included, and 0 ·
+    /// NaN is NaN. Transposed V holds zeros there already.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn clear_values(&self, at: &Cursor, values: Ring) {
         if S::IS_TRANSPOSED || at.tile + 1 != at.keys.end || at.tile < at.keys.full_end {
@@ -467,7 +467,7 @@ impl<
         named_barrier_sync(CLEARED, Self::BLOCK);
     }
 
-    /// Normalises the output of a finished work tile and writes it.
+    /// Epilogue of a finished work tile: normalises the output and writes it.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn finish(&self, o: &mut [f32; O], mut rows: [SoftmaxState; 2], slot: Slot) {
         if S::SUM_COLUMNS {
@@ -476,7 +476,7 @@ impl<
             rows[1].sum = with(rows[1].sum, o[O - 2]);
         }
         let (place, seqlen) = (slot.place::<S>(), slot.seqlen());
-        // In the output tokens of all sequences are those of one.
+        // The output holds the packed tokens of all sequences as one batch entry.
         let (place, start) = match self.pointers.pages {
             None => (place, 0),
             Some(_) => (Place { batch: 0, ..place }, place.token),
@@ -510,8 +510,8 @@ impl<
     }
 }
 
-/// Takes the sums of some tiles' weights out of the output where products are of e4m3: tensor cores
-/// keep so few bits of their sums that thousands of keys' weights cannot be added up there.
+/// Moves the sums of P from the output registers to `rows` where products are e4m3: the tensor
+/// cores' accumulator keeps too few bits to sum P over thousands of keys.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn collect_sums<S: Tile, const O: usize>(o: &mut [f32; O], rows: &mut RowPair) {
     if S::SUM_COLUMNS && S::IS_TRANSPOSED {

@@ -1,19 +1,21 @@
-//! Operands of e4m3: what attention over a cache of such quantized values multiplies instead of
-//! elements, by products of twice the rate.
+//! e4m3 operands: attention over an e4m3 cache multiplies them, at twice the rate, instead of
+//! elements.
 //!
-//! | operand | what it is |
-//! |---|---|
-//! | float8 queries (batch, query head, S, head size) | rotated queries times `k_scale`, divided by a power of two for each row and rounded |
-//! | row factors (batch, query head, S), f32 | that power of two, times `scale · log2 e` |
-//! | keys | the cache, (batch, KV head, capacity, head size) |
-//! | float8 values (batch, KV head, head size, keys) | the cache's, transposed, tiles of keys in the order of [`key_of_column`], each 128 columns, 0 behind the sequence up to the end of its last tile; of head sizes over 128 the first 128 rows, and beside each tile that of the other ones |
+//! - float8 queries (batch, query head, S, head size): rotated queries times `k_scale`, each row
+//!   divided by a power of two, rounded
+//! - row factors (batch, query head, S), f32: that power of two, times `scale · log2 e`
+//! - keys: the cache, (batch, KV head, capacity, head size)
+//! - float8 values (batch, KV head, head size, keys): Vᵀ in key tiles of 128 columns in the order
+//!   of [`key_of_column`], 0 from the end of the sequence to the end of its last tile. For head
+//!   sizes over 128 there are 128 rows, and in each tile the remaining rows lie beside the first
+//!   128.
 //!
-//! [`float8_operands`] writes all of them in one pass over queries, new rows and the values of the
-//! cache; where new rows are in the cache already, and queries are rotated, it does the rest.
+//! [`float8_operands`] writes all of them in one pass over queries, new tokens and the value cache.
+//! If the new tokens are in the cache already and the queries are rotated, it does the rest.
 //!
-//! The power of two is the least with which no query exceeds 448, so that rounding is all that is
-//! lost. Weights are rounded to e4m3 too, where they count from a reference that gives the greatest
-//! ones 64 to 256; `v_scale` joins at the end. Sums are of rounded weights.
+//! The power of two is the least one for which no query exceeds 448, so that only rounding loses
+//! precision. P is rounded to e4m3 too, relative to a row maximum that gives the greatest P 64 to
+//! 256; `v_scale` multiplies the output. The row sums are sums of rounded P.
 
 use super::operand::key_of_column;
 use super::shape::{TRANSPOSED_COLUMNS, TRANSPOSED_ROWS};
@@ -27,14 +29,14 @@ use crate::prologue::quantize::Divisors;
 use crate::prologue::rope::Rope;
 use crate::simt::*;
 
-/// What turns products of e4m3 into scores and outputs.
+/// Factors that turn e4m3 products into scores and outputs.
 #[derive(Clone, Copy)]
 pub(super) struct Scales {
     /// (batch, query head, S)
     pub(super) row_factors: Global<f32>,
-    /// One, (KV head) or (KV head, head size).
+    /// One scale, (KV head) or (KV head, head size).
     pub(super) v_scale: Global<f32>,
-    /// Which of them.
+    /// Which of these shapes `v_scale` has.
     pub(super) per: ScalesPer,
 }
 
@@ -43,7 +45,7 @@ impl Scales {
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn factors(&self, place: Place, row: u32, p: &AttentionParams) -> [f32; 2] {
         let rows = (place.batch * p.q_heads + place.head) as usize * p.q_len as usize;
-        // Rows behind the last one count as that one.
+        // Padding rows read the last row's factor.
         let row = |half: u32| (place.row + row + 8 * half).min(p.q_len - 1) as usize;
         [0, 1].map(|half| self.row_factors.load(rows + row(half)))
     }
@@ -61,7 +63,7 @@ impl Scales {
             }
             return;
         }
-        // Opaque, or addresses would be hoisted out of the loop over work and spilled.
+        // opaque(): otherwise addresses are hoisted out of the loop over work tiles and spill.
         let column = opaque(lane()) % 4 * 2;
         let mut i = 0;
         while i < O {
@@ -78,18 +80,18 @@ impl Scales {
     }
 }
 
-/// Keys of a warp's part of the values.
+/// Keys that a warp transposes at a time.
 const KEYS: u32 = 32;
-/// Columns of a thread's part, and of all threads of a warp.
+/// Columns that a thread transposes, and columns of its warp.
 const COLUMNS: u32 = 4;
 const WARP_COLUMNS: u32 = 32 * COLUMNS;
 const _: () = assert!(WARP_COLUMNS == TRANSPOSED_ROWS);
-/// Numbers of a vector of 16 bytes.
+/// Elements of a 16-byte vector.
 const VECTOR: u32 = 8;
 type Numbers = [f32; VECTOR as usize];
-/// What a thread has of a row of queries or keys: two vectors, which turn together.
+/// Elements of a row of queries or keys that a thread holds: two vectors, which rotate together.
 const PAIR: u32 = 2 * VECTOR;
-/// Heads of which a thread has vectors under way together. They turn by the same angles.
+/// Heads whose vectors a thread keeps in flight. All heads rotate by the same angles.
 const TOGETHER: u32 = 4;
 
 /// Lanes that share a row of queries or keys: a power of two.
@@ -98,37 +100,37 @@ fn lanes(p: &AttentionParams) -> u32 {
     (p.head_size / PAIR).next_power_of_two().min(32)
 }
 
-/// Rows of a warp.
+/// Rows that a warp processes at a time.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn rows(p: &AttentionParams) -> u32 {
     32 / lanes(p)
 }
 
-/// Warps for that many rows of so many heads.
+/// Warps needed for `count` rows of `heads` heads.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn row_shares(heads: u32, count: u32, p: &AttentionParams) -> u32 {
     p.batch * heads.div_ceil(TOGETHER) * count.div_ceil(rows(p))
 }
 
-/// Rows of the transposed values of a head.
+/// Rows of a head of Vᵀ.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn transposed_rows(head_size: u32) -> u32 {
     head_size.min(TRANSPOSED_ROWS)
 }
 
-/// Columns of the transposed values: whole tiles of so many keys.
+/// Columns of Vᵀ: whole tiles, each of `keys` keys.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn transposed_columns(capacity: u32, keys: u32) -> u32 {
     quotient(capacity + keys - 1, keys) * TRANSPOSED_COLUMNS
 }
 
-/// Parts of the values of a head, in its first columns.
+/// Parts, of [`KEYS`] keys, of a head of Vᵀ, for its first columns.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn value_parts(p: &Float8OperandsParams) -> u32 {
     quotient(p.attention.capacity + p.tile_keys - 1, p.tile_keys) * (p.tile_keys / KEYS)
 }
 
-/// What there is to do, in warps: rows of queries, then rows of new keys, then parts of the values.
+/// Warp counts of the three kinds of work, in this order: query rows, new key rows, parts of V.
 #[derive(Clone, Copy)]
 struct Shares {
     queries: u32,
@@ -149,30 +151,30 @@ impl Shares {
     }
 }
 
-/// Blocks of a launch of `threads` threads.
+/// Grid of a launch with `threads` threads per CTA.
 #[cfg(not(target_arch = "nvptx64"))]
 pub fn operands_grid(p: &Float8OperandsParams, threads: u32, multiprocessors: u32) -> [u32; 3] {
-    /// Blocks on an SM at a time, and times that these are started.
+    /// Resident CTAs per SM times waves.
     const WAVES: u32 = 32;
     let Shares { queries, keys, values } = Shares::new(p);
     [(queries + keys + values).div_ceil(threads / 32).min(multiprocessors * WAVES), 1, 1]
 }
 
-/// What the operands come from, and where they go.
+/// Inputs and outputs of the pass that writes the operands.
 pub struct Operands<T> {
-    /// Queries as given, (batch, query head, S).
+    /// Given queries, (batch, query head, S).
     pub q: Global<T>,
-    /// New keys as given, (batch, KV head, S).
+    /// Given new keys, (batch, KV head, S).
     pub k: Global<T>,
-    /// New values as given, likewise.
+    /// Given new values, (batch, KV head, S).
     pub v: Global<T>,
-    /// Of queries and new keys.
+    /// Rotary embedding of queries and new keys.
     pub rope: Rope<T>,
-    /// One, or (KV head, head size).
+    /// One scale, or (KV head, head size).
     pub k_scale: Global<f32>,
-    /// Likewise.
+    /// One scale, (KV head) or (KV head, head size).
     pub v_scale: Global<f32>,
-    /// Lengths.
+    /// Sequence lengths.
     pub seqlens_k: Global<i32>,
     /// The key cache.
     pub k_cache: Global<u64>,
@@ -186,7 +188,7 @@ pub struct Operands<T> {
     pub v_codes: Global<u32>,
 }
 
-/// Writes the operands, and new rows into the cache.
+/// Writes the operands, and appends new tokens to the cache.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn float8_operands<T: Element>(
     q: Global<T>,
@@ -234,7 +236,7 @@ pub fn float8_operands<T: Element>(
     }
 }
 
-/// Some columns of a warp's part of the values.
+/// Four columns, from `column` on, of a warp's 32 keys from `first` on.
 #[derive(Clone, Copy)]
 struct Keys {
     batch: u32,
@@ -243,24 +245,24 @@ struct Keys {
     column: u32,
 }
 
-/// A lane's part of a row of some heads: two vectors of each.
+/// A lane's part of a row of some heads: two vectors per head.
 #[derive(Clone, Copy)]
 struct Part {
     batch: u32,
     /// The first of [`TOGETHER`] heads.
     head: u32,
     row: u32,
-    /// The vectors' first elements.
+    /// First elements of the two vectors.
     columns: [u32; 2],
-    /// They turn.
+    /// Whether rotary embedding covers them.
     turns: bool,
-    /// There is such a row, and it is that long.
+    /// Whether the row exists and is that long.
     exists: bool,
 }
 
 impl<T: Element> Operands<T> {
-    /// A warp: some rows of some query heads. All lanes take part in the search for each row's
-    /// greatest number.
+    /// Run by a warp: quantizes some rows of some query heads. All lanes take part in each row's
+    /// maximum reduction.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn round_queries(&self, share: u32, p: &Float8OperandsParams) {
         let a = &p.attention;
@@ -278,7 +280,7 @@ impl<T: Element> Operands<T> {
         }
     }
 
-    /// A lane's part of a query row, and with the first one the row's factor.
+    /// Writes a lane's part of a query row; the row's first lane writes the row factor too.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn round_query(&self, at: Part, x: [Numbers; 2], kv_head: u32, p: &Float8OperandsParams) {
         let a = &p.attention;
@@ -303,7 +305,7 @@ impl<T: Element> Operands<T> {
         }
     }
 
-    /// A warp: new rows of some key heads into the cache, but for padding.
+    /// Run by a warp: appends new rows of some KV heads to the key cache, except padding.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn append_keys(&self, share: u32, p: &Float8OperandsParams) {
         let a = &p.attention;
@@ -334,7 +336,7 @@ impl<T: Element> Operands<T> {
         }
     }
 
-    /// The part of a lane in a warp's part, number `share`, of rows of so many heads.
+    /// This lane's part in warp share `share` of `count` rows of `heads` heads.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn part(&self, share: u32, heads: u32, count: u32, p: &Float8OperandsParams) -> Part {
         let a = &p.attention;
@@ -344,7 +346,7 @@ impl<T: Element> Operands<T> {
         let row = (share - above * row_parts) * rows(a) + lane() / lanes(a);
         let pair = lane() % lanes(a);
         let exists = row < count && pair * PAIR < a.head_size;
-        // What does not exist is read as the last, and not written.
+        // Nonexistent parts read the last one and write nothing.
         let pair = pair.min(a.head_size / PAIR - 1);
         let (half, turning) = (self.rope.params.dim / PAIR, self.rope.params.dim / VECTOR);
         let turns = pair < half;
@@ -364,7 +366,7 @@ impl<T: Element> Operands<T> {
         }
     }
 
-    /// A lane's vectors of some heads, all under way together.
+    /// Loads a lane's vectors of some heads, all in flight together.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn load(
         &self,
@@ -379,7 +381,7 @@ impl<T: Element> Operands<T> {
         })
     }
 
-    /// What they turn by.
+    /// Rotary angles of the part.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn angles(&self, at: Part, p: &AttentionParams) -> [[u32; 4]; 2] {
         if !at.turns {
@@ -400,7 +402,7 @@ impl<T: Element> Operands<T> {
         Seqlen::new(self.seqlens_k.load(batch as usize), p.q_len, p.capacity, p.first_prompt != 0)
     }
 
-    /// A warp: 32 keys of up to 128 columns.
+    /// Run by a warp: transposes 32 keys of up to 128 columns.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn transpose_values(&self, share: u32, p: &Float8OperandsParams) {
         let a = &p.attention;
@@ -433,8 +435,8 @@ impl<T: Element> Operands<T> {
         }
     }
 
-    /// A word for each column: the quantized values of the keys that stand in four columns of the
-    /// transposed values, from `first` on. Those of new keys go into the cache, too.
+    /// A word for each column: the quantized values of the keys in four columns of Vᵀ, from `first`
+    /// on. Also appends new keys' values to the cache.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn four_values(
         &self,
@@ -478,12 +480,12 @@ fn channel_scales<const N: usize>(
     p: &Float8OperandsParams,
 ) -> [f32; N] {
     let (per, head_size) = (ScalesPer::new(p.scales), p.attention.head_size);
-    // Lanes behind the head's last column have none.
+    // Clamped for lanes past the last column of the head.
     let column = column.min(head_size - N as u32);
     core::array::from_fn(|i| scales.load(per.number(kv_head, head_size, column + i as u32)))
 }
 
-/// A query head's KV head.
+/// The KV head of a query head.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) fn kv_head(head: u32, p: &AttentionParams) -> u32 {
     quotient(head, quotient(p.q_heads, p.kv_heads))
@@ -494,7 +496,7 @@ fn times(x: Numbers, factors: Numbers) -> Numbers {
     core::array::from_fn(|i| x[i] * factors[i])
 }
 
-/// The greatest value of so many neighbouring lanes.
+/// Maximum over each group of `lanes` neighbouring lanes.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn greatest(value: f32, lanes: u32) -> f32 {
     let (mut top, mut distance) = (value, lanes / 2);
@@ -505,17 +507,17 @@ fn greatest(value: f32, lanes: u32) -> f32 {
     top
 }
 
-/// Exponent of the least power of two that is not less than `top / 448`, among those that have an
-/// inverse.
+/// Exponent of the least power of two that is not less than `top / 448`, clamped so that the
+/// inverse is a normal number too.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) fn row_exponent(top: f32) -> i32 {
-    /// What the mantissa of 448 lacks of all ones.
+    /// Mantissa of all ones minus the mantissa of 448.
     const REST: u32 = 0x001f_ffff;
     let exponent = (((top.to_bits() + REST) >> 23) as i32) - 127 - 8;
     exponent.clamp(-120, 120)
 }
 
-/// What a row was divided by; no number where `top` is infinite, which no e4m3 is.
+/// The power of two that a row was divided by; NaN where `top` is infinite, which e4m3 cannot hold.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) fn row_factor(top: f32, exponent: i32) -> f32 {
     power_of_two(exponent) + 0.0 * top
@@ -526,7 +528,7 @@ pub(super) fn power_of_two(exponent: i32) -> f32 {
     f32::from_bits(((127 + exponent) as u32) << 23)
 }
 
-/// Four numbers as quantized values, the first in the lowest byte.
+/// Quantizes four values to e4m3, the first in the lowest byte.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn word_of(x: [f32; 4]) -> u32 {
     f32x4_to_e4m3x4(x)

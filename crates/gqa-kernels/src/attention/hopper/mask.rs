@@ -1,8 +1,8 @@
-//! A bias or a mask: tiles of it in shared memory, in the order of the K tiles, added to scores by
-//! the consumers.
+//! Bias or mask: the producer loads its tiles into shared memory in the order of the K tiles, and
+//! the consumers apply them to the scores.
 //!
-//! A tile is what lies in memory, numbers or bytes, in chunks of 128-byte rows with the 128-byte
-//! swizzle. The TMA brings it, so rows are whole 16-byte vectors.
+//! A tile holds the tensor's data, bias elements or mask bytes, in chunks of 128-byte rows with the
+//! 128-byte swizzle. TMA loads it, so rows must be whole 16-byte vectors.
 
 use super::ring::Ring;
 use super::shape::{Tile, WARPGROUP, swizzled};
@@ -11,7 +11,7 @@ use crate::num::{MmaElement, unpack};
 use crate::params::{AttentionParams, MaskedParams};
 use crate::simt::*;
 
-/// Warps that load tiles, of each the first lane: the last of the first warpgroup.
+/// Warps that load tiles, with one lane each: the last warps of the producer warpgroup.
 pub(super) const WARPS: u32 = 2;
 const FIRST_LOADER: u32 = WARPGROUP - 32 * WARPS;
 
@@ -21,13 +21,13 @@ const CHUNK_BYTES: u32 = 128;
 /// attention_bias or attn_mask.
 #[derive(Clone, Copy)]
 pub(super) struct Mask<T> {
-    /// What TMA knows of either, in words of 16 bits.
+    /// Tensor map of either, in 16-bit words.
     map: TensorMap,
-    /// Numbers to be added, or null where the tiles are bytes, of which 0 hides the key.
+    /// The bias, or null for a mask, whose bytes hide the key where they are 0.
     bias: Global<T>,
     /// Row length.
     pub(super) columns: u32,
-    /// One row is all rows.
+    /// Whether all query rows share one row of the mask.
     repeats: bool,
 }
 
@@ -37,13 +37,13 @@ impl<T: MmaElement> Mask<T> {
         Self { map, bias, columns: p.columns, repeats: p.attention.bias.row == 0 }
     }
 
-    /// Whether it is numbers.
+    /// Whether it is a bias rather than a mask.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn is_bias(self) -> bool {
         !self.bias.is_null()
     }
 
-    /// This warp has read a tile for the last time.
+    /// Releases the stage of the mask tile for this warp.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn release(self, empty: u32) {
         sync_warp();
@@ -52,7 +52,7 @@ impl<T: MmaElement> Mask<T> {
         }
     }
 
-    /// Two warps: all tiles of the work that the block has drawn.
+    /// Run by two warps: loads all mask tiles of the CTA's work tiles.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn load<S: Tile>(self, base: u32, p: &AttentionParams) {
         if lane() == 0 {
@@ -62,8 +62,8 @@ impl<T: MmaElement> Mask<T> {
         }
     }
 
-    /// Calls `f` with the place of each tile in shared memory, its barrier, whose it is and its
-    /// first key, once the place is free.
+    /// For each tile, waits until its stage is free and calls `f` with its shared-memory address,
+    /// its full barrier, its work tile's position and its first key.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn for_each_tile<S: Tile>(base: u32, f: impl Fn(u32, u32, Place, u32)) {
         let mut ring = Ring::START;
@@ -87,7 +87,7 @@ impl<T: MmaElement> Mask<T> {
         }
     }
 
-    /// One thread of each warp: TMA brings a chunk, if there is one for the warp.
+    /// Run by one thread of each warp: loads the warp's chunk by TMA, if there is one.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn load_chunk<S: Tile>(self, to: u32, full: u32, place: Place, key: u32, p: &AttentionParams) {
         let chunk = warp() - FIRST_LOADER / 32;
@@ -96,7 +96,7 @@ impl<T: MmaElement> Mask<T> {
             mbarrier_arrive(full);
             return;
         }
-        // What is the same for all has one entry.
+        // A broadcast dimension has one entry.
         let at = |stride: u64, place: u32| if stride == 0 { 0 } else { place };
         let strides = p.bias;
         let place = [
@@ -109,13 +109,13 @@ impl<T: MmaElement> Mask<T> {
         tma_load(to + chunk * S::ROWS * CHUNK_BYTES, self.map, place, full);
     }
 
-    /// The place in shared memory of a warp's 16 rows of a tile, `first` the first of them.
+    /// Shared-memory address of a warp's 16 rows of a tile, from row `first` on.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn rows(self, tile: u32, first: u32) -> u32 {
         if self.repeats { tile } else { tile + first * CHUNK_BYTES }
     }
 
-    /// Scores times `factor` plus numbers; or scores where bytes let them.
+    /// Bias: scores become score times `factor` plus bias. Mask: hidden scores become -inf.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn apply<S: Tile, const C: usize>(self, rows: u32, s: &mut [f32; C], factor: f32) {
         if !self.is_bias() {
@@ -125,13 +125,13 @@ impl<T: MmaElement> Mask<T> {
         }
     }
 
-    /// Calls `f` with the place of each score of this thread and its number.
+    /// Calls `f` with the index of each score of this thread and its bias.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn for_each<S: Tile, const C: usize>(self, rows: u32, mut f: impl FnMut(usize, f32)) {
         let row = if self.repeats { 0 } else { lane() % 16 };
         let mut unit = 0;
         while unit < C / 4 {
-            // Two units of eight keys, each of them eight upper and eight lower rows.
+            // Two 16-byte units of eight keys; each unit gives the upper and the lower 8 rows.
             let at = swizzled(S::ROWS, row, unit as u32 + lane() / 16);
             let numbers = unpack::<T>(ldmatrix_x4(rows + at));
             let mut i = 0;
@@ -143,7 +143,7 @@ impl<T: MmaElement> Mask<T> {
         }
     }
 
-    /// Scores whose byte is 0 become -inf.
+    /// Sets scores whose mask byte is 0 to -inf.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn hide<S: Tile, const C: usize>(self, rows: u32, s: &mut [f32; C]) {
         let (row, lower) = if self.repeats { (0, 0) } else { (lane() / 4, 8 * CHUNK_BYTES) };
@@ -163,7 +163,8 @@ impl<T: MmaElement> Mask<T> {
         }
     }
 
-    /// -inf hides a key even where its score is NaN; the numbers are in the scores already.
+    /// Sets scores with a bias of -inf to -inf even if they are NaN; the scores include the bias
+    /// already.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn hide_again<S: Tile, const C: usize>(self, rows: u32, s: &mut [f32; C]) {
         self.for_each::<S, C>(rows, |i, number| {
@@ -174,26 +175,26 @@ impl<T: MmaElement> Mask<T> {
     }
 }
 
-/// Scores below are folded: as exponents the lowest numbers would be infinite, and no exponent that
-/// counts from there would be small.
+/// Scores below this are folded: the exponents of the lowest f32 would be infinite, and differences
+/// from a row maximum down there are too coarse.
 const LOW: f32 = -67_108_864.0;
 
-/// Whether a row's greatest score asks for it.
+/// Whether a row's greatest score is so low that the row must be folded.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) fn is_foldable(top: f32) -> bool {
     top < LOW && top > f32::NEG_INFINITY
 }
 
-/// The lowest scores move up, keep their order, and stay so far apart, 64, that only the greatest
-/// count, as it is with the numbers themselves, which are 8 apart at least. Such as agree in 8 bits
-/// become one.
+/// Moves the lowest scores up: they keep their order and stay so far apart, 64, that only the
+/// greatest contribute. That is true of the unfolded scores as well, which are at least 8 apart
+/// here. Scores that agree in their first 8 significant bits become equal.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) fn fold(score: f32) -> f32 {
     let steps = score.abs().to_bits().saturating_sub(LOW.abs().to_bits()) >> 16;
     if is_foldable(score) { fma(steps as f32, -64.0, LOW) } else { score }
 }
 
-/// Undoes [`fold`] to 8 bits.
+/// Undoes [`fold`] to 8 significant bits.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) fn unfold(score: f32) -> f32 {
     let steps = ((LOW - score) * (1.0 / 64.0)) as u32;

@@ -1,48 +1,48 @@
-//! What the tensor cores multiply: elements, halves where quantized values become such, e4m3 where
-//! both caches hold it, or keys of e4m3 and values that became halves.
+//! Operand types of the tensor cores: elements; float16, to which quantized values are converted;
+//! e4m3 where both caches hold it; or e4m3 keys with values converted to float16.
 //!
-//! A thread's scores of a row are two neighbours in eight, its weights of e4m3 as an operand four
-//! neighbours in sixteen. Instead of exchanging them between threads, keys change places:
-//! [`key_of_column`] says which one of 32 stands in a column of V, transposed.
+//! In an e4m3 accumulator a thread holds two neighbouring scores of every eight keys; as an A
+//! operand it must hold four neighbouring P of every sixteen. Instead of a shuffle between threads,
+//! the keys of Vᵀ are permuted: [`key_of_column`] gives the key, of 32, in each column of Vᵀ.
 
 use crate::num::{Float8, MmaElement, f16};
 use crate::simt::{
     e4m3x2_to_f16x2, f32x4_to_e4m3x4, wgmma_add_e4m3, wgmma_e4m3, wgmma_registers_e4m3,
 };
 
-/// A type of operands. V is as the cache has it where they have two bytes; where they have one it
-/// is transposed, a row for each column of the head, because the tensor cores turn nothing round
-/// then.
+/// A type of operands. V has the layout of the cache for two-byte operands. For one-byte operands
+/// it is transposed, one row per column of the head, because wgmma takes no transposed 8-bit
+/// operand.
 pub(super) trait Operand {
-    /// What `lower` and `weigh_again` read packed weights as; not used where these are of e4m3.
+    /// Type of the packed P that `lower` and `weigh_again` unpack; unused for e4m3.
     type Element: MmaElement;
-    /// Exponents of the weights that a row's greatest scores get when its reference is set,
-    /// downwards from 1.
+    /// Exponent of 1 over the P that a row's greatest score gets when the row maximum is set:
+    /// 2^-`HEADROOM`.
     const HEADROOM: f32;
-    /// The greatest exponent that does not raise the reference.
+    /// The lazy-rescale threshold: greatest exponent of P that causes no rescale.
     const LIMIT: f32;
-    /// Summands of a query's number: in a row of a Q tile are the first ones of all columns, then
-    /// the second ones (`queries.rs`).
+    /// Number of values that a query element is a sum of. A row of a Q tile holds the first
+    /// summands of all columns, then the second ones (`queries.rs`).
     const QUERY_PARTS: u32 = 1;
-    /// Keys are of e4m3 and multiplied as they arrive, by such summands.
+    /// Whether keys are e4m3 and multiplied as they arrive; query elements are sums then.
     const KEEPS_KEYS: bool = Self::QUERY_PARTS > 1;
     /// `a · b` over 32 bytes of rows, both from shared memory.
     fn multiply<const C: usize>(a: u64, b: u64) -> [f32; C];
-    /// The same, added to `d`.
+    /// `d += a · b`, both from shared memory.
     fn multiply_add<const C: usize>(d: &mut [f32; C], a: u64, b: u64);
-    /// `d += a · b` over 32 bytes of 16 and of 8 rows, for a warp of its own, from registers.
+    /// `d += a · b` over 32 bytes of 16 and of 8 rows, from registers, by one warp alone.
     fn multiply_rows(d: &mut [f32; 4], a: [u32; 4], b: [u32; 2]);
-    /// `d = keep · d + a · b`, `a` from registers; where `keep` is false, whatever `d` is.
+    /// `d = keep · d + a · b`, `a` from registers; without `keep`, `d` may hold anything.
     fn multiply_weights<const C: usize>(d: &mut [f32; C], keep: bool, a: [u32; 4], b: u64);
-    /// Weights as the A operand of the next multiplication.
+    /// Packs P as the A operand of the next product.
     fn pack_weights<const C: usize, const W: usize>(s: &[f32; C]) -> [u32; W];
 }
 
-/// Accumulator and operand layouts agree.
+/// 16-bit operands: the accumulator and A operand layouts agree.
 impl<T: MmaElement> Operand for T {
     type Element = T;
     const HEADROOM: f32 = T::HEADROOM as f32;
-    /// From 2 on weights have the highest bit of their exponents set, in both types.
+    /// P of 2 and more has the top exponent bit set in both types.
     const LIMIT: f32 = 1.0;
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn multiply<const C: usize>(a: u64, b: u64) -> [f32; C] {
@@ -74,9 +74,9 @@ impl<T: MmaElement> Operand for T {
 
 impl Operand for Float8 {
     type Element = f16;
-    /// So many powers of two above 1, because below 1/64 numbers are coarse.
+    /// The greatest P is 2^6: e4m3 becomes subnormal, and so coarse, below 1/64.
     const HEADROOM: f32 = -6.0;
-    /// 256 of at most 448.
+    /// P up to 256; the greatest e4m3 is 448.
     const LIMIT: f32 = 8.0;
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn multiply<const C: usize>(a: u64, b: u64) -> [f32; C] {
@@ -86,7 +86,7 @@ impl Operand for Float8 {
     fn multiply_add<const C: usize>(d: &mut [f32; C], a: u64, b: u64) {
         wgmma_add_e4m3(d, a, b);
     }
-    /// As halves: the lower two of each four numbers, then the upper ones.
+    /// As float16: the lower two of each four values, then the upper two.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn multiply_rows(d: &mut [f32; 4], a: [u32; 4], b: [u32; 2]) {
         let lower = |four: u32| e4m3x2_to_f16x2(four as u16);
@@ -103,8 +103,8 @@ impl Operand for Float8 {
         let mut weights = [0; W];
         let mut i = 0;
         while i < W {
-            // A register has a row's weights of two times eight keys; the next one those of the row
-            // eight further down.
+            // A register holds P of four keys of one row, from two groups of eight; the next
+            // register holds those of the row eight below.
             let at = i / 2 * 8 + i % 2 * 2;
             weights[i] = f32x4_to_e4m3x4([s[at], s[at + 1], s[at + 4], s[at + 5]]);
             i += 1;
@@ -113,8 +113,8 @@ impl Operand for Float8 {
     }
 }
 
-/// Keys as a cache of e4m3 has them; weights and values are halves. A query's number is the sum of
-/// two of e4m3, which keep as many bits as bfloat16 has.
+/// e4m3 keys as the cache holds them; P and values are float16. A query element is the sum of two
+/// e4m3 values, which together keep as many bits as bfloat16.
 pub(super) struct Float8Keys;
 
 impl Operand for Float8Keys {
@@ -144,7 +144,7 @@ impl Operand for Float8Keys {
     }
 }
 
-/// Which of 32 keys stands in a column of V, transposed, of e4m3.
+/// The key, of 32, in a column of e4m3 Vᵀ.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) const fn key_of_column(column: u32) -> u32 {
     let (half, four, pair, one) = (column / 16, column / 4 % 4, column / 2 % 2, column % 2);

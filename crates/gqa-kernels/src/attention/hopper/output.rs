@@ -1,5 +1,5 @@
-//! The way out of a work tile: normalisation, log-sum-exp, 16-byte stores. A split of the keys
-//! leaves its own result, in f32, for [`combine`](crate::attention::combine).
+//! The epilogue of a work tile: normalisation, log-sum-exp, 16-byte stores. A split of the keys
+//! writes its own result, in f32, for [`combine`](crate::attention::combine).
 
 use super::mask;
 use super::shape::Tile;
@@ -11,41 +11,41 @@ use crate::num::MmaElement;
 use crate::params::{AttentionParams, sink};
 use crate::simt::*;
 
-/// Where results go.
+/// Output tensors.
 #[derive(Clone, Copy)]
 pub(super) struct Destination<T> {
-    /// (batch, query head, S, head size); not used with splits of the keys.
+    /// (batch, query head, S, head size); unused with splits of the keys.
     pub(super) out: Global<T>,
-    /// The same quantized, instead of `out`.
+    /// Quantized output, written instead of `out`.
     pub(super) quantized: Option<Quantized>,
-    /// (split, batch, query head, S, head size); not used without splits of the keys.
+    /// (split, batch, query head, S, head size); unused without splits of the keys.
     pub(super) partial_out: Global<f32>,
     /// (split, batch, query head, S).
     pub(super) lse: Global<f32>,
 }
 
-/// Place of query row `s` in (split, batch, query head, S).
+/// Index of query row `s` in (split, batch, query head, S).
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) fn row_index(place: Place, s: u32, p: &AttentionParams) -> usize {
     let pair = (place.split * p.batch + place.batch) * p.q_heads + place.head;
     pair as usize * p.q_len as usize + s as usize
 }
 
-/// A finished work tile, as a thread with the rows `row` and `row + 8` of it sees it.
+/// A finished work tile, seen by a thread that holds its rows `row` and `row + 8`.
 pub(super) struct Output<'a> {
     pub(super) p: &'a AttentionParams,
     pub(super) place: Place,
     pub(super) seqlen: Seqlen,
     /// The sequence's first row in the output.
     pub(super) start: u32,
-    /// Its rows.
+    /// The sequence's number of rows.
     pub(super) rows: u32,
     pub(super) row: u32,
 }
 
 impl Output<'_> {
-    /// Joins the sink, if there is one and no other split, writes log-sum-exp, and returns what
-    /// each row must be multiplied by.
+    /// Adds the attention sink if there is one and the keys are not split, writes the log-sum-exp,
+    /// and returns the factor that normalises each row.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn normalise<T: MmaElement, S: Tile>(
         &self,
@@ -76,7 +76,7 @@ impl Output<'_> {
             if !lse.is_null() && s < self.rows && lane() % 4 == 0 {
                 let value =
                     if self.seqlen.is_token(s) { state.log_sum_exp() } else { f32::NEG_INFINITY };
-                // Scores may be folded.
+                // With a mask scores may be folded.
                 let value = if S::MASK_STAGES > 0 { mask::unfold(value) } else { value };
                 lse.store(row_index(self.place, s, self.p), value);
             }
@@ -85,7 +85,7 @@ impl Output<'_> {
         factors
     }
 
-    /// Writes the rows that there are; those that are no tokens as zeros.
+    /// Writes the existing rows; padding rows become zeros.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn store<T: MmaElement, S: Tile, const O: usize>(
         &self,
@@ -96,7 +96,7 @@ impl Output<'_> {
         self.store_rows::<S, O>(o, T::pack, store);
     }
 
-    /// The same, quantized.
+    /// [`store`](Self::store) of quantized output.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn store_quantized<S: Tile, const O: usize>(&self, o: &mut [f32; O], to: Quantized) {
         self.store_rows::<S, O>(o, out::pair, |at, [a, b, c, d]| {
@@ -104,7 +104,7 @@ impl Output<'_> {
         });
     }
 
-    /// Packs pairs of columns, gathers eight side by side, and stores these.
+    /// Packs pairs of columns, gathers eight neighbouring columns per lane, and stores them.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn store_rows<S: Tile, const O: usize>(
         &self,
@@ -114,7 +114,7 @@ impl Output<'_> {
     ) {
         self.clear_padding(o);
         let Place { batch, head, row: first, .. } = self.place;
-        // Opaque, or what follows from it would be hoisted out of the loop over work and spilled.
+        // opaque(): otherwise derived values are hoisted out of the loop over work tiles and spill.
         let lane = opaque(lane());
         let column = lane % 4 * 8;
         let mut half = 0;
@@ -143,7 +143,7 @@ impl Output<'_> {
         }
     }
 
-    /// Rows that are no tokens become zeros, whatever they are.
+    /// Sets padding rows to zero, whatever they hold.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn clear_padding<const O: usize>(&self, o: &mut [f32; O]) {
         let is_token = |half: u32| self.seqlen.is_token(self.place.row + self.row + 8 * half);
@@ -163,7 +163,7 @@ impl Output<'_> {
     /// Writes the rows of a split.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn store_part<const O: usize>(&self, o: &[f32; O], partial_out: Global<f32>) {
-        // Opaque, as in `store`.
+        // opaque(): as in `store_rows`.
         let lane = opaque(lane());
         let column = lane % 2 * 8 + lane % 4 / 2 * 4;
         let mut half = 0;
@@ -197,8 +197,8 @@ fn transpose([a, b, c, d]: [u32; 4], lane: u32) -> [u32; 4] {
     [a, b, c, d]
 }
 
-/// The upper word of the lower lane and the lower word of the upper lane change places; the lanes
-/// are `distance` apart.
+/// Swaps the upper word of the lower lane with the lower word of the upper lane; the lanes are
+/// `distance` apart.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn exchange([low, high]: [u32; 2], lane: u32, distance: u32) -> [u32; 2] {
     let upper = lane & distance != 0;

@@ -1,20 +1,21 @@
-//! Sequences whose keys and values lie in blocks of a cache, and whose query rows are tokens that
-//! lie one behind the other.
+//! Paged KV cache: keys and values lie in blocks, and the query rows of all sequences are packed
+//! one after the other.
 //!
-//! **Row tiles** are numbered through all sequences (`row_tiles.rs`), but those with few tokens
-//! where they are another kernel's.
+//! **Row tiles** are numbered across all sequences (`row_tiles.rs`), except for sequences with few
+//! tokens where another kernel attends to them.
 //!
-//! **SharedQueue**: a launch may be joined by another one, for SMs that become free later, whose
-//! blocks draw from the same work. Neither needs the other: whichever comes first does what there
-//! is. The secondary launch overlaps the one ahead of it, which attends to other sequences.
+//! **SharedQueue**: a secondary launch may join, for SMs that become free later; its CTAs draw from
+//! the same work. Neither launch depends on the other: whichever starts first does the available
+//! work. The secondary launch overlaps the launch before it, which attends to other sequences.
 //!
-//! **Key tiles** come in boxes, each of which lies in one block: the lower of both is their height.
-//! Each lane of two warps copies one: a warp starts a copy in about 100 cycles, in which TMA is not
-//! even half busy, and blocks of 16 rows make many.
+//! **Key tiles** are loaded as boxes that each lie in one block, so that a box has as many rows as
+//! the smaller of block and tile. Each lane of two warps copies one box: one warp starts a copy
+//! every 100 cycles or so, which keeps TMA less than half busy, and blocks of 16 rows need many
+//! copies.
 //!
-//! **Gaps**: the table may lead outside of the cache. TMA leaves zeros in place of such a box, and
-//! the keys are masked. A warp of its own looks for gaps while the queries of a work tile are on
-//! their way, so that steps over tiles of which all rows see all keys need not ask.
+//! **Gaps**: the block table may hold indices outside of the cache. TMA fills such boxes with
+//! zeros, and the consumers mask their keys. A separate warp looks for gaps while the Q tile of a
+//! work tile loads, so that the unmasked mainloop need not check.
 
 use super::ring::Ring;
 use super::row_tiles::RowTiles;
@@ -27,35 +28,35 @@ use crate::params::{AttentionParams, PagedHopperParams};
 use crate::simt::*;
 use crate::tile::pages::Sequences;
 
-/// Where sequences are.
+/// The sequences and their blocks.
 #[derive(Clone, Copy)]
 pub(super) struct Pages {
     pub(super) sequences: Sequences,
-    /// (batch, blocks of a sequence)
+    /// Block table, (batch, blocks of a sequence)
     table: Global<i32>,
     /// Blocks of a sequence.
     per_sequence: u32,
-    /// Logarithm of a block's rows.
+    /// Binary logarithm of the rows of a block.
     log_rows: u32,
     /// The cache's last block.
     last: u32,
     queue: SharedQueue,
 }
 
-/// The blocks that share work, of one launch or of two.
+/// CTAs of one or two launches that share work.
 #[derive(Clone, Copy)]
 struct SharedQueue {
-    /// Blocks that begin with the work tile of their number.
+    /// CTAs of the primary launch, each of which starts with the work tile of its own index.
     primary: u32,
-    /// Those that do not.
+    /// CTAs of the secondary launch, which draw all their work tiles.
     secondary: u32,
-    /// Whether this is one of these.
+    /// Whether this CTA belongs to the secondary launch.
     is_secondary: bool,
 }
 
 impl SharedQueue {
-    /// The next work tile, or a number beyond the last. Every block draws until there is none, so
-    /// draws are as many as work tiles, and one more for each helper.
+    /// The next work tile, or an index past the last. Every CTA draws until it gets no tile, so a
+    /// call makes as many draws as it has work tiles, plus one per secondary CTA.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn next(self, scheduler: &TileScheduler) -> u32 {
         self.primary + scheduler.counter.atomic_inc(0, scheduler.count + self.secondary - 1)
@@ -95,8 +96,9 @@ impl Pages {
         }
     }
 
-    /// Waits for the launch before this one, and lets the next one begin. A secondary launch runs
-    /// beside the one before it, which attends to other sequences.
+    /// Programmatic dependent launch: waits for the launch before this one and triggers the next
+    /// one. A secondary launch does neither here: it overlaps the launch before it, which attends
+    /// to other sequences.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn wait_for_launch_before(self) {
         if !self.queue.is_secondary {
@@ -105,8 +107,7 @@ impl Pages {
         }
     }
 
-    /// What a secondary launch does in the end instead, so that whoever comes next finds both
-    /// ended.
+    /// The wait of a secondary launch, at its end, so that the next launch finds both complete.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn wait_for_overlapped(self) {
         if self.queue.is_secondary {
@@ -114,10 +115,10 @@ impl Pages {
         }
     }
 
-    /// Where this lane's box of tile number `tile` is in the cache. Behind the keys `seen` there
-    /// may be no blocks: the last one stands for them. Those wholly before a window may belong to
-    /// another sequence by now: they are said to be behind the cache, from where zeros come, and
-    /// so are those outside of it.
+    /// Position of this lane's box of key tile `tile` in the cache. Pages past the last visible key
+    /// are undefined: the last visible page is loaded instead. Pages wholly before a window may
+    /// belong to another sequence by now: they, and indices outside of the cache, become an index
+    /// past its end, where TMA loads zeros.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn find_box<S: Tile>(self, tile: u32, head: u32, batch: u32, seen: Visible) -> Spot {
         let height = self.box_rows::<S>();
@@ -128,14 +129,14 @@ impl Pages {
         Spot { row: seen & ((1 << self.log_rows) - 1), head, block }
     }
 
-    /// Entry `nth` of a sequence's row of the table.
+    /// Entry `nth` of a sequence's row of the block table.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn block(self, batch: u32, nth: u32) -> u32 {
         self.table.load((batch * self.per_sequence + nth) as usize) as u32
     }
 
-    /// Whether one of the blocks `first..=last` of a sequence is outside of the cache. The lanes of
-    /// a warp share them, and each asks for several at a time: their latencies are what it costs.
+    /// Whether one of the blocks `first..=last` of a sequence is outside of the cache. The lanes
+    /// share the entries and keep several loads in flight each, because latency is the cost.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn has_gaps(self, batch: u32, [first, last]: [u32; 2]) -> bool {
         const TOGETHER: u32 = 4;
@@ -150,10 +151,10 @@ impl Pages {
         any_sync(highest > self.last)
     }
 
-    /// Hides the keys of a tile that begins with row `key`, of a sequence of `total` rows, whose
-    /// blocks are outside of the cache. Lanes ask for 16 keys each. Such keys are zeros, so that
-    /// their scores are numbers, to which -inf is added: a choice for each piece would take more
-    /// predicates than steps over edges leave.
+    /// Hides the keys of a tile whose blocks are outside of the cache; the tile begins with row
+    /// `key` of a sequence of `total` rows. Each lane looks up 16 keys. TMA filled such keys with
+    /// zeros, so their scores are finite, and adding -inf hides them: a select per score would take
+    /// more predicates than are free here.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn hide_gaps<const C: usize>(
         self,
@@ -167,7 +168,7 @@ impl Pages {
         let bias = if is_outside { f32::NEG_INFINITY } else { 0.0 };
         let mut i = 0;
         while i < C {
-            // A lane has eight scores of 16 keys.
+            // A lane holds eight scores of every 16 keys.
             let bias = shfl_idx_f32(bias, i as u32 / 8);
             let mut n = i;
             while n < i + 8 {
@@ -185,7 +186,7 @@ impl Pages {
     }
 }
 
-/// Where a box is in the cache.
+/// Position of a box in the cache.
 #[derive(Clone, Copy)]
 struct Spot {
     row: u32,
@@ -193,7 +194,7 @@ struct Spot {
     block: u32,
 }
 
-/// The ring of K and V tiles as a warp sees it that copies its boxes of them.
+/// Pipeline position of a warp that copies boxes of K and V tiles.
 struct Boxes {
     base: u32,
     ring: Ring,
@@ -202,7 +203,7 @@ struct Boxes {
     v: TensorMap,
     /// Bytes of the warp's boxes of a tile.
     bytes: u32,
-    /// The V tile that comes after the next K tile.
+    /// The V box to load after the next K tile.
     behind: Option<Spot>,
 }
 
@@ -215,8 +216,8 @@ impl Boxes {
         Self { base, ring: Ring::START, pages, k, v, bytes, behind: None }
     }
 
-    /// The tiles of a work tile, from the right to the left, K one ahead of V; calls `before_last`
-    /// before it waits for room for the last.
+    /// Loads the key tiles of a work tile, from last to first, K one tile ahead of V. Calls
+    /// `before_last` before it waits for a free stage for the last tile.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn load_all<S: Tile>(
         &mut self,
@@ -228,7 +229,7 @@ impl Boxes {
     ) {
         let first = first_key(place.row, seqlen, p);
         let seen = Visible { first, end: seqlen.total.max(1) };
-        // Opaque, or the comparisons with 0 would take predicates from all the kernel.
+        // opaque(): otherwise the comparisons with 0 occupy predicates across the kernel.
         let head = quotient(place.head, quotient(opaque(p.q_heads), opaque(p.kv_heads)));
         let mut tile = keys.end;
         while tile > keys.first {
@@ -243,7 +244,7 @@ impl Boxes {
         }
     }
 
-    /// The V tile of the last K tile.
+    /// Loads the V tile of the last K tile.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn load_behind<S: Tile>(&mut self) {
         if let Some(spot) = self.behind {
@@ -259,8 +260,8 @@ impl Boxes {
         mbarrier_wait(barrier + S::KV_EMPTY, self.ring.parity ^ 1);
         let destination = self.base + S::KV + self.ring.stage * S::STAGE_BYTES + offset;
         let full = barrier + full;
-        // Each warp arrives, one without boxes too: what it has yet to read must not be written
-        // over.
+        // Each warp arrives, even without boxes: the stage must not be refilled before this warp
+        // has passed its wait.
         if lane() == 0 {
             mbarrier_arrive_expect(full, self.bytes);
         }
@@ -278,7 +279,8 @@ impl Boxes {
     }
 }
 
-/// The first warp: draws work, describes it and loads its share of keys and values.
+/// Run by the first warp: draws work tiles, writes their descriptions and loads its share of K and
+/// V.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) fn load_keys_and_values<S: Tile>(
     base: u32,
@@ -289,12 +291,12 @@ pub(super) fn load_keys_and_values<S: Tile>(
     p: &AttentionParams,
 ) {
     let row_tiles = RowTiles::new::<S>(base, pages.sequences, p);
-    // Made anew for each question: the count is in shared memory, for want of a register.
+    // Rebuilt for each use: the count stays in shared memory to save a register.
     let scheduler = || TileScheduler { counter, count: row_tiles.count() * p.q_heads };
     let leads = lane() == 0;
     let mut boxes = Boxes::new::<S>(base, k, v, pages);
     let mut n = 0;
-    // The first lane's is the warp's.
+    // Only the first lane's value counts.
     let mut drawn = match pages.queue.is_secondary {
         false => block_idx_x(),
         true if leads => pages.queue.next(&scheduler()),
@@ -319,7 +321,7 @@ pub(super) fn load_keys_and_values<S: Tile>(
             Slot::announce::<S>(base, n, Some(&work));
         }
         n += 1;
-        // The answer comes while the last tiles wait for room.
+        // Draws early: the answer arrives while the last tiles wait for free stages.
         boxes.load_all::<S>(work.place, work.keys, work.seqlen, p, draw_next);
     }
     if leads {
@@ -328,7 +330,7 @@ pub(super) fn load_keys_and_values<S: Tile>(
     boxes.load_behind::<S>();
 }
 
-/// The second warp: its share of the same keys and values.
+/// Run by the second copying warp: loads its share of the same K and V.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) fn share_keys_and_values<S: Tile>(
     base: u32,
@@ -347,18 +349,18 @@ pub(super) fn share_keys_and_values<S: Tile>(
         }
         n += 1;
         let (place, seqlen) = (slot.place::<S>(), slot.seqlen());
-        // The first lane arrives for all.
+        // The first lane arrives on behalf of the warp.
         sync_warp();
         boxes.load_all::<S>(place, keys, seqlen, p, || ());
     }
     boxes.load_behind::<S>();
 }
 
-/// The fourth warp: says of each work tile whether keys that it sees have no block in the cache,
-/// before consumers have its queries.
+/// Run by the fourth warp: records for each work tile whether keys that it sees have no block in
+/// the cache, before the consumers get its Q tile.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) fn look_for_gaps<S: Tile>(base: u32, pages: Pages, p: &AttentionParams) {
-    // Opaque, or its comparison with 0 would take a predicate from all the kernel.
+    // opaque(): otherwise its comparison with 0 occupies a predicate across the kernel.
     let p = &AttentionParams { window: opaque(p.window), ..*p };
     let (mut ring, mut n) = (Ring::START, 0);
     loop {
@@ -372,7 +374,7 @@ pub(super) fn look_for_gaps<S: Tile>(base: u32, pages: Pages, p: &AttentionParam
             let blocks = [first, last].map(|key| key >> pages.log_rows);
             has_gaps = pages.has_gaps(place.batch, blocks);
         }
-        // The first lane tells and arrives for all.
+        // The first lane writes the flag and arrives on behalf of the warp.
         sync_warp();
         if lane() == 0 {
             slot.tell_gaps::<S>(has_gaps);
@@ -394,13 +396,13 @@ pub(super) fn look_for_gaps<S: Tile>(base: u32, pages: Pages, p: &AttentionParam
     }
 }
 
-/// Number of this lane's box of a tile: warps 0 and 2 take turns.
+/// Number of this lane's box in a tile: even boxes belong to warp 0, odd ones to warp 2.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn nth_box() -> u32 {
     2 * lane() + warp() / 2
 }
 
-/// Rows of a box in blocks of `block_size` rows, a power of two, and tiles of `keys` keys, one too.
+/// Rows of a box, for blocks of `block_size` rows and tiles of `keys` keys, both powers of two.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub const fn box_rows(block_size: u32, keys: u32) -> u32 {
     if block_size < keys { block_size } else { keys }

@@ -1,6 +1,6 @@
-//! The producer warpgroup: one thread draws work, describes it and loads K and V, one loads Q, one
-//! warp clears what sees nothing. From a paged KV cache two warps load K and V, and one looks for
-//! keys without a block (`pages.rs`).
+//! The producer warpgroup: one thread draws work tiles, writes their descriptions and loads K and
+//! V, one thread loads Q, and one warp clears output rows that see no key. Over a paged KV cache
+//! two warps load K and V, and one looks for keys without a block (`pages.rs`).
 
 use super::output::{Destination, row_index};
 use super::ring::Ring;
@@ -31,7 +31,7 @@ fn load_tile(
     }
 }
 
-/// The same of V where it is transposed: one box.
+/// Starts copying a tile of transposed V: one box.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn load_transposed<S: Tile>(
     destination: u32,
@@ -47,19 +47,19 @@ fn load_transposed<S: Tile>(
         assert!(!S::IS_TRANSPOSED || fits && S::N.is_multiple_of(32));
     }
     mbarrier_arrive_expect(full, S::VALUE_BYTES);
-    // Two quantized values are a column of the tensor map.
+    // A column of the tensor map is two quantized values.
     let column = tile * (TRANSPOSED_COLUMNS / 2);
     tma_load(destination, map, [column, 0, head, batch], full);
 }
 
-/// The ring of K and V tiles as its producer sees it.
+/// The producer's position in the pipeline of K and V tiles.
 struct KeyValueRing {
     base: u32,
     ring: Ring,
 }
 
 impl KeyValueRing {
-    /// Waits until the stage is free, fills it and moves on.
+    /// Waits until the stage is free, starts filling it and moves on.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn load<S: Tile>(
         &mut self,
@@ -83,8 +83,8 @@ impl KeyValueRing {
     }
 }
 
-/// One thread: draws work and loads its keys and values. K runs one tile ahead of V, over the
-/// borders of work tiles too, as the consumers need them; tiles from the right to the left.
+/// Run by one thread: draws work tiles and loads their keys and values. K runs one tile ahead of V,
+/// across work tiles too, as the consumers need them; key tiles go from last to first.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) fn load_keys_and_values<S: Tile>(
     base: u32,
@@ -97,7 +97,7 @@ pub(super) fn load_keys_and_values<S: Tile>(
 ) {
     let scheduler = TileScheduler { counter, count: Work::count::<S>(p) };
     let mut ring = KeyValueRing { base, ring: Ring::START };
-    // The V tile that comes after the next K tile: tile, head, batch.
+    // The V tile to load after the next K tile: tile, head, batch.
     let mut behind: Option<[u32; 3]> = None;
     let mut n = 0;
     let mut index = block_idx_x();
@@ -109,12 +109,12 @@ pub(super) fn load_keys_and_values<S: Tile>(
         }
         Slot::announce::<S>(base, n, Some(&work));
         n += 1;
-        // Opaque, or the quotient would take a register for all the loop.
+        // opaque(): otherwise the quotient occupies a register across the whole loop.
         let head = quotient(work.place.head, quotient(opaque(p.q_heads), p.kv_heads));
         let mut tile = work.keys.end;
         while tile > work.keys.first {
             tile -= 1;
-            // The answer comes while the last tiles wait for room.
+            // Draws early: the answer arrives while the last tiles wait for free stages.
             if tile == work.keys.first {
                 index = scheduler.next();
             }
@@ -131,8 +131,8 @@ pub(super) fn load_keys_and_values<S: Tile>(
     }
 }
 
-/// One thread: Q tiles of the work that the other has drawn, of each warpgroup when it has no more
-/// use for its last.
+/// Run by one thread: loads each warpgroup's Q tile of every work tile once the warpgroup has
+/// released its previous one.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) fn load_queries<S: Tile>(base: u32, q: TensorMap, in_pages: bool) {
     let mut ring = Ring::START;
@@ -141,7 +141,7 @@ pub(super) fn load_queries<S: Tile>(base: u32, q: TensorMap, in_pages: bool) {
         let slot = Slot::drawn::<S>(base, n);
         let ends = slot.keys().is_empty();
         let Place { batch, head, row, token, .. } = slot.place::<S>();
-        // Tokens of all sequences are those of one to the tensor map.
+        // In the tensor map the packed tokens of all sequences are one batch entry.
         let (batch, row) = if in_pages { (0, token + row) } else { (batch, row) };
         let mut warpgroup = 0;
         while warpgroup < S::WARPGROUPS {
@@ -166,8 +166,8 @@ pub(super) fn load_queries<S: Tile>(base: u32, q: TensorMap, in_pages: bool) {
     }
 }
 
-/// One warp: the rows of work tiles that see nothing, because all are padding, or none is in this
-/// split of the keys.
+/// Run by one warp: clears the rows of work tiles without key tiles, because all rows are padding
+/// or because the split's KV range is empty.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) fn clear_unseeing<T: MmaElement, S: Tile>(
     seqlens_k: Global<i32>,
@@ -189,7 +189,7 @@ pub(super) fn clear_unseeing<T: MmaElement, S: Tile>(
 fn clear<T: MmaElement, S: Tile>(place: Place, to: Destination<T>, p: &AttentionParams) {
     let Place { batch, head, row: first, .. } = place;
     let rows = (p.q_len - first).min(S::ROWS);
-    // What a split has not seen is not read.
+    // The merge skips the output of an empty split.
     if !S::SPLITS {
         let vectors = p.head_size / T::PER_VEC;
         let mut i = lane();

@@ -1,13 +1,12 @@
-//! Queries over a quantized cache become halves in their tile, as the cache's values do, whatever
-//! their type: each row is divided by a power of two that leaves its greatest number the highest
-//! exponents of a half but one. Halves keep more bits than bfloat16, so that only numbers 2^28
-//! times smaller than that one lose any. Where the keys have scales for each KV head or channel,
-//! they join before.
+//! Converts queries over a quantized cache to float16 in their tile. Each row is divided by a power
+//! of two that brings its greatest magnitude to exponent [`TOP`]. float16 has more mantissa bits
+//! than bfloat16, so only values 2^28 times smaller than the greatest lose any. Per-head and
+//! per-channel scales of the keys multiply the queries first.
 //!
-//! Where keys stay e4m3, a row is divided by the least power of two that leaves no number above
-//! 448, and each number becomes the sum of two of e4m3. These have four bits each, so the sum is a
-//! bfloat16 exactly, unless it is 2^10 times smaller than the greatest one; of a half, or of what
-//! scales joined, eight bits are left.
+//! Where keys stay e4m3, a row is divided by the least power of two that leaves no value above 448,
+//! and each value becomes the sum of two e4m3 values. Each has four significant bits, so the sum is
+//! exact for a bfloat16 that is at most 2^10 times smaller than the greatest; of a float16, or of a
+//! value times a scale, eight bits remain.
 
 use super::float8::{codes_of, power_of_two, row_exponent, row_factor};
 use super::operand::Operand;
@@ -17,20 +16,19 @@ use crate::num::{MmaElement, f16, unpack};
 use crate::params::AttentionParams;
 use crate::simt::*;
 
-/// Named barriers: the threads of warpgroup w have converted their shares, 6 + w.
+/// Named barrier 6 + w: the threads of warpgroup w have converted their shares.
 const CONVERTED: u32 = 6;
-/// Columns of a vector.
+/// Columns of a 16-byte vector.
 const VECTOR: u32 = 8;
 type Numbers = [f32; VECTOR as usize];
-/// Vectors that a thread has under way together.
+/// Vectors that a thread keeps in flight.
 const TOGETHER: usize = 4;
 type Vectors = [[u32; 4]; TOGETHER];
-/// Exponent of a row's greatest number.
+/// Exponent that a row's greatest magnitude gets.
 const TOP: i32 = 14;
 
-/// Converts the rows of a warpgroup in its tile, times the scales of its KV head's keys where they
-/// are given, and shows them to the tensor cores. What each row was divided by is in shared memory
-/// then.
+/// Converts the rows of a warpgroup in its Q tile, times the per-channel scales of the keys if
+/// `k_scale` is given, and fences them for wgmma. Leaves each row's divisor in shared memory.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) fn convert<T: MmaElement, P: Operand, S: Tile>(
     rows: &TileRows,
@@ -38,7 +36,7 @@ pub(super) fn convert<T: MmaElement, P: Operand, S: Tile>(
     p: &AttentionParams,
 ) {
     let share = Share::<S>::new(rows);
-    // A loop for each, because neither should ask in every step.
+    // A loop for each case: a branch inside would cost in every iteration.
     if let Some(k_scale) = k_scale {
         let scales: Numbers = k_scale.load(share.vector * VECTOR, p);
         for first in share.rows() {
@@ -68,25 +66,25 @@ pub(super) fn convert<T: MmaElement, P: Operand, S: Tile>(
     named_barrier_sync(CONVERTED + rows.warpgroup, WARPGROUP);
 }
 
-/// What the rows `row` and `row + 8` of the block's tile were divided by.
+/// The divisors of the rows `row` and `row + 8` of the CTA's tile.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) fn factors<S: Tile>(base: u32, row: u32) -> [f32; 2] {
     [0, 8].map(|below| ld_shared(base + S::FACTORS + 4 * (row + below)))
 }
 
-/// A thread's share of a warpgroup's tile: a vector of some rows.
+/// A thread's share of a warpgroup's tile: one vector of some rows.
 struct Share<S> {
     tile: u32,
-    /// Of the tile's rows.
+    /// Address of the factors of the tile's rows.
     factors: u32,
-    /// The first.
+    /// The first row.
     row: u32,
     vector: u32,
     shape: core::marker::PhantomData<S>,
 }
 
 impl<S: Tile> Share<S> {
-    /// Threads of a row.
+    /// Threads that share a row.
     const LANES: u32 = S::D / VECTOR;
     /// Rows that a warpgroup converts at a time.
     const ROWS: u32 = WARPGROUP / Self::LANES;
@@ -94,13 +92,13 @@ impl<S: Tile> Share<S> {
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn new(rows: &TileRows) -> Self {
         let factors = rows.base + S::FACTORS + 4 * rows.warpgroup * WARPGROUP_ROWS;
-        // Opaque, or what follows from it would be hoisted out of the loop over work and spilled.
+        // opaque(): otherwise derived values are hoisted out of the loop over work tiles and spill.
         let thread = opaque(thread_idx()) % WARPGROUP;
         let (row, vector) = (thread / Self::LANES, thread % Self::LANES);
         Self { tile: rows.tile, factors, row, vector, shape: core::marker::PhantomData }
     }
 
-    /// The first rows of vectors that are under way together.
+    /// First rows of the passes; a pass keeps [`TOGETHER`] vectors in flight.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn rows(&self) -> Rolled {
         Rolled(self.row..WARPGROUP_ROWS, Self::ROWS * TOGETHER as u32)
@@ -116,7 +114,7 @@ impl<S: Tile> Share<S> {
         core::array::from_fn(|n| ld_shared_vec(self.address(first, n)))
     }
 
-    /// Writes the vectors divided, with the sign of the scale, and what by.
+    /// Writes the vectors divided, with the sign of the scale, and the divisors.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn store<P: Operand>(
         &self,
@@ -127,7 +125,7 @@ impl<S: Tile> Share<S> {
     ) {
         let sign = p.scale.to_bits() & (1 << 31);
         if P::KEEPS_KEYS {
-            // A thread writes where others of its row, which are of its warp, have read.
+            // A thread overwrites what other threads of its row, in its warp, have read.
             sync_warp();
         }
         let mut n = 0;
@@ -150,8 +148,8 @@ impl<S: Tile> Share<S> {
         }
     }
 
-    /// Writes a vector as sums of two numbers of e4m3: the nearest one, and the one nearest to the
-    /// rest.
+    /// Writes a vector as sums of two e4m3 values: the nearest one, and the one nearest to the
+    /// remainder.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn store_sums(&self, row: u32, x: Numbers) {
         let high = codes_of(x);
@@ -166,15 +164,15 @@ impl<S: Tile> Share<S> {
     }
 }
 
-/// The greatest bits, without signs, of a vector's even and odd numbers, which are ordered like
-/// these.
+/// Bits of the greatest magnitudes of a vector's even and odd elements. Without the sign, floats
+/// are ordered like their bits.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn greatest_of_vector([a, b, c, d]: [u32; 4]) -> u32 {
     const SIZES: u32 = 0x7fff_7fff;
     max_u16x2(max_u16x2(a & SIZES, b & SIZES), max_u16x2(c & SIZES, d & SIZES))
 }
 
-/// The greatest values of the rows, of which each of the neighbouring threads has one.
+/// Row maxima: reduces over the neighbouring threads that share a row.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn greatest<S: Tile>(mut tops: [u32; TOGETHER], max: impl Fn(u32, u32) -> u32) -> [u32; TOGETHER] {
     let mut distance = S::D / VECTOR / 2;
@@ -189,8 +187,8 @@ fn greatest<S: Tile>(mut tops: [u32; TOGETHER], max: impl Fn(u32, u32) -> u32) -
     tops
 }
 
-/// Exponent of the power of two that leaves `top` the exponent [`TOP`], among those that have an
-/// inverse.
+/// Exponent of the power of two that brings `top` to exponent [`TOP`], clamped so that the inverse
+/// is a normal number too.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn exponent(top: f32) -> i32 {
     let exponent = (top.to_bits() >> 23) as i32 - 127 - TOP;

@@ -1,25 +1,25 @@
-//! Rings of tiles in shared memory: TMA fills a stage, the consumers empty it, over and over.
+//! Pipeline stages in shared memory: TMA fills a stage, the consumers release it, in turn.
 
-/// Position in a ring.
+/// Position in the pipeline: a stage and its phase.
 #[derive(Clone, Copy)]
 pub(super) struct Ring {
     pub(super) stage: u32,
-    /// Parity of the phase in which the stage is filled; the opposite is that in which it was
-    /// emptied before.
+    /// Parity of the phase in which the stage is filled. The empty barrier's phase before it has
+    /// the opposite parity.
     pub(super) parity: u32,
 }
 
 impl Ring {
     pub(super) const START: Self = Self { stage: 0, parity: 0 };
 
-    /// The next position in a ring of `stages`.
+    /// The next position in a pipeline of `stages` stages.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn next(self, stages: u32) -> Self {
         let wraps = self.stage + 1 == stages;
         Self { stage: if wraps { 0 } else { self.stage + 1 }, parity: self.parity ^ wraps as u32 }
     }
 
-    /// Byte offset of the stage's barrier among its kind.
+    /// Byte offset of the stage's barrier in an array of barriers.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn barrier(self) -> u32 {
         self.stage * 8

@@ -1,5 +1,5 @@
-//! Rotary embedding of queries in their tile in shared memory, before its first product: a launch
-//! of its own would write all queries for attention to read them again.
+//! Rotary embedding of queries in their tile in shared memory, before its first product. A separate
+//! launch would write all queries and attention would read them again.
 
 use super::shape::{CHUNK, Tile, WARPGROUP, WARPGROUP_ROWS, swizzled};
 use super::work::Slot;
@@ -8,28 +8,28 @@ use crate::params::RotaryParams;
 use crate::prologue::rope::{turn_halves, turn_pairs};
 use crate::simt::*;
 
-/// Named barriers: the threads of warpgroup w have rotated their shares, 4 + w.
+/// Named barrier 4 + w: the threads of warpgroup w have rotated their shares.
 const ROTATED: u32 = 4;
-/// Rows whose angles a thread has under way together.
+/// Rows whose angles a thread keeps in flight.
 const TOGETHER: u32 = 4;
 /// Bytes of a row of a chunk.
 const ROW: u32 = 2 * CHUNK;
 
-/// The rotary embedding of queries, half-split or interleaved, whose row `s` stands at `past + s`.
-/// A position outside the tables, which have a row at least and fewer than 2^32 elements, gives
-/// NaN.
+/// Rotary embedding of queries, half-split or interleaved; row `s` is at position `past + s`. A
+/// position outside the tables gives NaN. The tables have at least one row and fewer than 2^32
+/// elements.
 #[derive(Clone, Copy)]
 pub(super) struct Rotation<T> {
     /// (max_positions, dim / 2)
     pub(super) cos: Global<T>,
-    /// As `cos`.
+    /// (max_positions, dim / 2)
     pub(super) sin: Global<T>,
     pub(super) params: RotaryParams,
 }
 
 impl<T: MmaElement> Rotation<T> {
-    /// Rotates the rows of warpgroup number `warpgroup`, which are in the tile at `tile`, and shows
-    /// them to the tensor cores. A sequence has `rows` rows.
+    /// Rotates the rows of warpgroup `warpgroup` in the tile at `tile`, and fences them for wgmma.
+    /// A sequence has `rows` rows.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn rotate<S: Tile>(&self, slot: Slot, rows: u32, tile: u32, warpgroup: u32) {
         if self.params.interleaved == 0 {
@@ -41,8 +41,8 @@ impl<T: MmaElement> Rotation<T> {
         named_barrier_sync(ROTATED + warpgroup, WARPGROUP);
     }
 
-    /// The rows of this thread's warpgroup, with pairs of one kind: a loop for each, because
-    /// neither should ask in every step.
+    /// Rotates the rows of this thread's warpgroup for one pairing: a loop for each, because a
+    /// branch inside would cost in every iteration.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn rotate_tile<S: Tile, const INTERLEAVED: bool>(
         &self,
@@ -58,8 +58,7 @@ impl<T: MmaElement> Rotation<T> {
         }
         let first = slot.place::<S>().row + warpgroup * WARPGROUP_ROWS + row;
         let past = slot.seqlen().past;
-        // Rows of the tile behind the last one stay zeros: NaN would take the way of weights that
-        // overflow.
+        // Rows past the last one stay zero: NaN would trigger the slow path for overflowing P.
         let outside = past.wrapping_add(rows).saturating_sub(self.params.max_positions);
         let vectors = if INTERLEAVED { [2 * pair, 2 * pair + 1] } else { [pair, pair + pairs] };
         let vectors = vectors.map(|vector| tile + swizzled(WARPGROUP_ROWS, row, vector));
@@ -70,8 +69,9 @@ impl<T: MmaElement> Rotation<T> {
         }
     }
 
-    /// Rotates the two vectors of the row at `position`, and those that lie alike in later rows;
-    /// the tables lack `outside` positions. All angles are under way before the first is used.
+    /// Rotates the two vectors of the row at `position`, and the same vectors of later rows;
+    /// `outside` positions are missing from the tables. All angles are loaded before the first is
+    /// used.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn rotate_rows<S: Tile, const INTERLEAVED: bool>(
         &self,
@@ -106,7 +106,8 @@ impl<T: MmaElement> Rotation<T> {
         }
     }
 
-    /// Cosines and sines of a pair of vectors at `position`, or, without a branch, at the last one.
+    /// Cosines and sines of a pair of vectors at `position`, clamped to the last one instead of a
+    /// branch.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn angles(&self, position: u32, pair: u32) -> [[u32; 4]; 2] {
         let RotaryParams { dim, max_positions, .. } = self.params;
@@ -115,12 +116,12 @@ impl<T: MmaElement> Rotation<T> {
     }
 }
 
-/// Row and pair of vectors that this thread rotates first. Eight neighbouring threads must find
-/// their vectors in all eight units of 128 bytes: where halves turn together these lie in one row,
-/// where neighbours do, every other one in each of two rows.
+/// Row and pair of vectors that this thread rotates first. To avoid bank conflicts, eight
+/// neighbouring threads must cover all eight 16-byte units of 128 bytes: half-split pairs cover
+/// them within one row, interleaved pairs cover every other unit of two rows.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn share<S: Tile, const INTERLEAVED: bool>() -> (u32, u32) {
-    // Opaque, or what follows from it would be hoisted out of the loop over work and spilled.
+    // opaque(): otherwise derived values are hoisted out of the loop over work tiles and spill.
     let thread = opaque(thread_idx()) % WARPGROUP;
     if !INTERLEAVED {
         return (thread / S::PAIRS, thread % S::PAIRS);

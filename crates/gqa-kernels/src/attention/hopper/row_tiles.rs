@@ -1,8 +1,8 @@
-//! The row tiles of sequences over a paged KV cache, numbered one behind the other. Sequences that
-//! are another launch's have none, so that no number is without work, however few are this one's.
+//! Numbers the row tiles of all sequences over a paged KV cache consecutively. Sequences that
+//! another launch attends to have no row tiles here, so that every number is work.
 //!
-//! A warp counts them, 32 neighbouring sequences at a time, a lane each: a *window*. It stays in
-//! shared memory, for want of registers, until a number leads out of it.
+//! One warp counts the row tiles of 32 neighbouring sequences at a time, one per lane: a *window*.
+//! The window stays in shared memory, to save registers, until a row tile outside of it is needed.
 
 use super::shape::Tile;
 use crate::concept::pages::Sequence;
@@ -12,37 +12,38 @@ use crate::tile::pages::Sequences;
 
 /// Sequences of a window.
 const LANES: u32 = 32;
-/// Bytes of one of them: first token, tokens, rows before them, row tiles of the window up to it.
+/// Bytes of a sequence's entry: its first token, new tokens, past length, and the inclusive prefix
+/// sum of row tiles in the window.
 const SEQUENCE_BYTES: u32 = 16;
-/// Bytes of shared memory: the window's sequences, its [`Span`], and how many row tiles there are.
+/// Bytes of shared memory: the window's entries, its [`Span`], and the number of all row tiles.
 pub(super) const BYTES: u32 = (LANES + 2) * SEQUENCE_BYTES;
 
-/// Row tiles as a warp sees them.
+/// The row tiles of a call, for one warp.
 pub(super) struct RowTiles {
     sequences: Sequences,
-    /// Where the window is.
+    /// Shared-memory address of the window.
     window: u32,
 }
 
-/// A row tile's sequence, and its number there.
+/// A row tile's sequence, and its number within the sequence.
 pub(super) struct Found {
     pub(super) batch: u32,
     pub(super) sequence: Sequence,
     pub(super) tile: u32,
 }
 
-/// Of a window.
+/// The sequences and row tiles of a window.
 #[derive(Clone, Copy)]
 struct Span {
     /// Its first sequence.
     first: u32,
-    /// Numbers of its row tiles.
+    /// Its row tiles are numbers `begin..end`.
     begin: u32,
     end: u32,
 }
 
 impl RowTiles {
-    /// Counts them. The last ones, which are drawn first, are in the window then.
+    /// Counts the row tiles. The window ends at the last ones, which are drawn first.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn new<S: Tile>(base: u32, sequences: Sequences, p: &AttentionParams) -> Self {
         let row_tiles = Self { sequences, window: base + S::BYTES };
@@ -57,13 +58,13 @@ impl RowTiles {
         row_tiles
     }
 
-    /// Those of all sequences.
+    /// Row tiles of all sequences.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn count(&self) -> u32 {
         ld_shared(self.window + (LANES + 1) * SEQUENCE_BYTES)
     }
 
-    /// Whose row tile number `tile` is, of those that there are.
+    /// The sequence of row tile number `tile`, which must exist.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn find<S: Tile>(&self, tile: u32, p: &AttentionParams) -> Found {
         let span = self.move_to::<S>(tile, p);
@@ -76,7 +77,7 @@ impl RowTiles {
         Found { batch: span.first + lane, sequence, tile: nth + tiles::<S>(new) - up_to }
     }
 
-    /// Moves the window to that row tile.
+    /// Moves the window to row tile `tile`.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn move_to<S: Tile>(&self, tile: u32, p: &AttentionParams) -> Span {
         let mut span = self.span();
@@ -90,8 +91,8 @@ impl RowTiles {
         span
     }
 
-    /// The window from sequence `first` on, whose row tiles, `count` of them, have numbers from
-    /// `begin(count)` on.
+    /// Moves the window to the sequences from `first` on. With `count` row tiles in the window,
+    /// their numbers start at `begin(count)`.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn look_at<S: Tile>(
         &self,
@@ -99,7 +100,7 @@ impl RowTiles {
         begin: impl FnOnce(u32) -> u32,
         p: &AttentionParams,
     ) -> Span {
-        // Opaque, or what follows from it would be kept over the loop over work, and spilled.
+        // opaque(): otherwise derived values stay live across the loop over work tiles and spill.
         let lane = opaque(lane());
         let b = first + lane;
         let none = Sequence { start: 0, new: 0, past: 0 };
@@ -108,7 +109,7 @@ impl RowTiles {
         let up_to = sum_up_to(lane, tiles::<S>(new));
         let count = shfl_idx_u32(up_to, LANES - 1);
         let begin = begin(count);
-        // All lanes have read what was there.
+        // All lanes have read the previous window.
         sync_warp();
         st_shared_vec(self.window + lane * SEQUENCE_BYTES, [start, new, past, up_to]);
         if lane == 0 {
@@ -131,13 +132,13 @@ impl RowTiles {
     }
 }
 
-/// Row tiles of so many tokens.
+/// Row tiles of `tokens` tokens.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn tiles<S: Tile>(tokens: u32) -> u32 {
     tokens.div_ceil(S::ROWS)
 }
 
-/// The sum over the first `lanes` lanes; others have 0.
+/// Sum over the first `lanes` lanes; the others must hold 0.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn sum(mut value: u32, lanes: u32) -> u32 {
     let mut mask = 1;
@@ -148,7 +149,7 @@ fn sum(mut value: u32, lanes: u32) -> u32 {
     shfl_idx_u32(value, 0)
 }
 
-/// The sum over the lanes up to this one.
+/// Inclusive prefix sum over the lanes.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn sum_up_to(lane: u32, mut value: u32) -> u32 {
     for log in Rolled(0..LANES.ilog2(), 1) {

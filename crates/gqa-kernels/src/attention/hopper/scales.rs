@@ -1,5 +1,6 @@
-//! Scales of a quantized cache whose values become halves without them: those of the keys are the
-//! queries', before their product, or the products'; those of the values the output's.
+//! Applies the scales of a quantized cache whose values are converted to float16 unscaled: scales
+//! of keys multiply the queries before their product, or S after it; scales of values multiply the
+//! output.
 
 use super::float8::{self, kv_head};
 use super::operand::Operand;
@@ -12,9 +13,10 @@ use crate::num::MmaElement;
 use crate::params::AttentionParams;
 use crate::simt::*;
 
-/// What the cache's scales make of a consumer's queries and output.
+/// How the scales of a cache apply to a consumer's queries and output.
 pub(super) trait CacheScales: Copy {
-    /// What makes exponents of 2 of the products of a thread's rows, if it is not the same for all.
+    /// Converts the queries if they need it, and returns a thread's factors from S to exponents of
+    /// 2 where they differ between rows.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn row_factors<T: MmaElement, P: Operand, S: Tile>(
         &self,
@@ -29,11 +31,11 @@ pub(super) trait CacheScales: Copy {
     fn widen<const O: usize>(&self, _o: &mut [f32; O], _head: u32, _p: &AttentionParams) {}
 }
 
-/// Of elements.
+/// A cache of elements has no scales.
 impl CacheScales for () {}
 
-/// A thread's rows `row` and `row + 8` of a work tile, those of its warpgroup in the Q tile at
-/// `tile`.
+/// Rows of a work tile: those of warpgroup `warpgroup` lie in the Q tile at `tile`; `row` and `row
+/// + 8` are the thread's.
 pub(super) struct TileRows {
     pub(super) base: u32,
     pub(super) slot: Slot,
@@ -42,10 +44,11 @@ pub(super) struct TileRows {
     pub(super) row: u32,
 }
 
-/// Of quantized values.
+/// Scales of a quantized cache.
 #[derive(Clone, Copy)]
 pub(super) struct Scales {
-    /// (KV head, head size) or (KV head); or one, which is part of [`AttentionParams::scale`] then.
+    /// (KV head, head size), (KV head), or one scale, which [`AttentionParams::scale`] then
+    /// includes.
     keys: Global<f32>,
     values: float8::Scales,
 }
@@ -57,8 +60,8 @@ impl Scales {
         Self { keys, values: float8::Scales { row_factors, v_scale, per } }
     }
 
-    /// The same call where the scale of all keys, if there is one, is part of its own, which may be
-    /// negative then.
+    /// Multiplies the scale of the scores by the single scale of the keys, if there is one. The
+    /// product may be negative.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn join(&self, p: &AttentionParams) -> AttentionParams {
         let of_all = if self.values.per.is_one() { self.keys.load(0) } else { 1.0 };
@@ -67,7 +70,7 @@ impl Scales {
 }
 
 impl CacheScales for Scales {
-    /// Queries become halves for it.
+    /// Converts the queries to float16 and returns their factors.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn row_factors<T: MmaElement, P: Operand, S: Tile>(
         &self,
@@ -82,7 +85,7 @@ impl CacheScales for Scales {
         let per = self.values.per;
         let k_scale = || HeadScales { scales: self.keys, per, kv_head: kv_head(head, p) };
         queries::convert::<T, P, S>(&rows, (!per.is_one()).then(k_scale), p);
-        // Maxima are taken before the factor, so the sign is the queries'.
+        // Row maxima need a positive factor: the queries take the sign.
         let factor = p.scale.abs() * LOG2_E;
         Some(queries::factors::<S>(rows.base, rows.row).map(|row| row * factor))
     }
@@ -93,7 +96,7 @@ impl CacheScales for Scales {
     }
 }
 
-/// Scales of a KV head's channels.
+/// Per-channel scales of a KV head.
 #[derive(Clone, Copy)]
 pub(super) struct HeadScales {
     scales: Global<f32>,
@@ -102,7 +105,7 @@ pub(super) struct HeadScales {
 }
 
 impl HeadScales {
-    /// Scales of `N` channels from `column` on; those behind the head's last columns are any.
+    /// Scales of `N` channels from `column` on; arbitrary ones past the last column of the head.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn load<const N: usize>(self, column: u32, p: &AttentionParams) -> [f32; N] {
         let column = column.min(p.head_size - N as u32);

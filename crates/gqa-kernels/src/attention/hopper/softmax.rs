@@ -1,4 +1,4 @@
-//! From scores to weights, two rows of a tile per thread.
+//! Online softmax: from scores to P, two rows of a tile per thread.
 
 use super::mask;
 use super::operand::Operand;
@@ -9,27 +9,27 @@ use crate::params::AttentionParams;
 use crate::simt::*;
 use core::ops::Range;
 
-/// What a consumer thread keeps of its two rows, `row` and `row + 8`.
+/// Softmax state of a consumer thread's two rows, `row` and `row + 8`.
 #[derive(Clone, Copy)]
 pub(super) struct RowPair {
-    /// What exponents count from: a score times `factor` and `headroom`. The score is the greatest
-    /// of the row's first, then the greatest of those whose exponents exceed the limit. -inf before
-    /// the first score.
+    /// The lagged row maximum, as an exponent of 2: a maximal score times `factor`, plus
+    /// `headroom`. It starts from the row's first tile, and follows later scores only when
+    /// exponents exceed the lazy-rescale threshold. -inf before the first score.
     pub(super) reference: [f32; 2],
-    /// This thread's share of the running sums.
+    /// This thread's share of the row sums.
     pub(super) sum: [f32; 2],
 }
 
-/// How many pairs of keys are under way in [`Softmax::weigh_in_turns`].
+/// Pairs of keys in flight in [`Softmax::weigh_in_turns`].
 const AHEAD: usize = 3;
 
-/// What scores that become weights one after the other carry on, for each of the two rows.
+/// Loop-carried values of [`Softmax::weigh_in_turns`], for each of the two rows.
 pub(super) struct Turns {
-    /// What is added to scores times their factor: negative references, each known when weights of
-    /// the keys before are.
+    /// Negated row maxima, one per pair in flight; each depends on P of the pair before it in its
+    /// chain, which fixes the order of the instructions.
     origins: [[f32; AHEAD]; 2],
-    /// Bits of the greatest weights of even and odd pairs; where one is no number, these are
-    /// greater than those of any number.
+    /// Bits of the greatest P of even and of odd pairs; the bits of a NaN exceed those of any
+    /// number.
     tops: [[i32; 2]; 2],
 }
 
@@ -39,40 +39,40 @@ impl Turns {
         Self { origins: rows.reference.map(|reference| [-reference; AHEAD]), tops: [[0; 2]; 2] }
     }
 
-    /// Bits of each row's greatest weight.
+    /// Bits of each row's greatest P.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn tops(&self) -> [i32; 2] {
         self.tops.map(|[even, odd]| even.max(odd))
     }
 }
 
-/// Set in weights of 2 and more of both 16-bit types.
+/// The top exponent bit of two packed elements of P: set from 2.0 on, in float16 and bfloat16.
 const HIGHEST_EXPONENT_BITS: u32 = 0x4000_4000;
 
 impl RowPair {
     pub(super) const EMPTY: Self = Self { reference: [f32::NEG_INFINITY; 2], sum: [0.0; 2] };
 
-    /// Whether exponents count from nothing yet.
+    /// Whether the row maximum is still unset.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn is_unset(&self, half: usize) -> bool {
         self.reference[half] == f32::NEG_INFINITY
     }
 
-    /// What exponents count from, or 0 where that is nothing yet.
+    /// The row maximum, or 0 while it is unset, which avoids inf - inf.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn origin(&self, half: usize) -> f32 {
         if self.is_unset(half) { 0.0 } else { self.reference[half] }
     }
 
-    /// Whether exponents count from nothing yet, or from so far down that they might be coarse.
+    /// Whether the row maximum is unset, or so negative that differences from it are inexact.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn is_low(&self, half: usize) -> bool {
         const LOW: f32 = -1024.0;
         self.reference[half] < LOW
     }
 
-    /// Counts from `new` if that is a number and far above what has been counted from. Returns the
-    /// factor for what was accumulated.
+    /// Sets the row maximum to `new` if that is a number far above the current one. Returns the
+    /// rescale factor of the accumulators.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn start_anew(&mut self, half: usize, new: f32) -> f32 {
         const FAR: f32 = 64.0;
@@ -86,7 +86,7 @@ impl RowPair {
         factor
     }
 
-    /// As states, of whose sums each thread has its share.
+    /// As [`SoftmaxState`]s, with this thread's share of the sums.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn states(&self) -> [SoftmaxState; 2] {
         let state = |half| SoftmaxState { max: self.reference[half], sum: self.sum[half] };
@@ -94,10 +94,10 @@ impl RowPair {
     }
 }
 
-/// What raised references leave to be done: the output so far counts from the old ones.
+/// A pending rescale: the output so far is still relative to the old row maxima.
 #[derive(Clone, Copy)]
 pub(super) struct Raised {
-    /// Whether any row of the warp was raised.
+    /// Whether the maximum of any row of the warp has changed.
     pub(super) any: bool,
     factors: [f32; 2],
 }
@@ -124,41 +124,41 @@ pub(super) fn scale<const O: usize>(o: &mut [f32; O], factors: [f32; 2]) {
     }
 }
 
-/// What a thread needs to weigh scores.
+/// What a thread needs to turn scores into P.
 pub(super) struct Softmax<'a> {
     pub(super) p: &'a AttentionParams,
-    /// Scores of the two rows times this are exponents of 2.
+    /// Factors, of each of the two rows, from scores to exponents of 2.
     pub(super) factors: [f32; 2],
-    /// First of this thread's two rows in the block's tile.
+    /// First of this thread's two rows in the CTA's tile.
     pub(super) row: u32,
-    /// By how many powers of two references are above the greatest score when they are set.
+    /// When a row maximum is set, how many powers of two above the greatest score it lies.
     pub(super) headroom: f32,
-    /// The greatest exponent that does not raise the reference.
+    /// The lazy-rescale threshold: greatest exponent that causes no rescale.
     pub(super) limit: f32,
-    /// Bits of the greatest weight that does not.
+    /// Bits of the greatest P that causes no rescale.
     pub(super) limit_bits: i32,
-    /// Weights are summed here, and not by the tensor cores.
+    /// Whether P is summed here rather than by the tensor cores.
     pub(super) adds: bool,
-    /// Sums of the tiles so far are kept in [`RowPair::sum`], whoever adds up a tile's weights, and
-    /// not with the output.
+    /// Whether [`RowPair::sum`] holds the row sums of earlier tiles; if not, the output registers
+    /// do.
     pub(super) keeps: bool,
 }
 
 impl Softmax<'_> {
-    /// What exponents count from where `top` is the greatest score.
+    /// The row maximum to set where `top` is the greatest score.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn reference(&self, half: usize, top: f32) -> f32 {
         fma(top, self.factors[half], self.headroom)
     }
 
-    /// Rows that start with these scores.
+    /// The state of two rows whose first tile has these scores.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn start<const C: usize>(&self, s: &[f32; C]) -> RowPair {
         let reference = |half| self.reference(half, greatest(half, s));
         RowPair { reference: [reference(0), reference(1)], ..RowPair::EMPTY }
     }
 
-    /// Scores of keys that their row does not see become -inf; the tile's rows start at `row`, its
+    /// Sets scores of keys that their row does not see to -inf; the tile's rows start at `row`, its
     /// keys at `key`.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn mask<const C: usize>(
@@ -168,11 +168,11 @@ impl Softmax<'_> {
         [row, key]: [u32; 2],
         window: u32,
     ) {
-        // A bit for each of this thread's keys, 32 of every 128.
+        // A bit for each of this thread's keys: 32 bits per 128 keys.
         let mut visible = [[0; 2]; 2];
         let mut half = 0;
         while half < 2 {
-            // Of a row that is no token anything: its result is not used.
+            // Padding rows: the value is unused.
             let position = seqlen.past.wrapping_add(row).wrapping_add(self.row);
             let next = position.wrapping_add(8 * half as u32).wrapping_add(1);
             let end = if self.p.causal != 0 { next.min(seqlen.total) } else { seqlen.total };
@@ -195,7 +195,7 @@ impl Softmax<'_> {
         }
     }
 
-    /// Scores become `softcap · tanh(score · scale / softcap)`.
+    /// Soft-capping: scores become `softcap · tanh(score · scale / softcap)`.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn cap<const C: usize>(&self, s: &mut [f32; C]) {
         let inner = 2.0 * LOG2_E * self.p.scale / self.p.softcap;
@@ -207,13 +207,13 @@ impl Softmax<'_> {
         }
     }
 
-    /// What a bias asks for before the first step: rows start with their first scores, and start
-    /// anew where scores exceed a very low reference by far, because exponents that count from
-    /// there are coarse. The lowest scores are folded.
+    /// Prepares scores with a bias for the softmax. Sets the row maxima from the first scores, and
+    /// resets very negative ones when scores far exceed them, because differences from them are
+    /// inexact. Folds the lowest scores ([`mask::fold`]).
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn settle<const C: usize>(&self, s: &mut [f32; C], rows: &mut RowPair) -> Raised {
         let mut raised = Raised::NONE;
-        // A vote, so that the assembler sees that a warp's lanes agree; so is the other.
+        // Votes here and below, so that ptxas knows that the conditions are warp-uniform.
         if any_sync(rows.is_low(0) || rows.is_low(1)) {
             raised.any = true;
             let mut tops = [greatest(0, s), greatest(1, s)];
@@ -233,8 +233,8 @@ impl Softmax<'_> {
         raised
     }
 
-    /// Online softmax, first step: the scores of one of the two rows become exponents of 2 that
-    /// count from `reference`.
+    /// Online softmax, first step: subtracts `reference` from the scaled scores of one of the two
+    /// rows, which gives exponents of 2.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn relate<const C: usize>(&self, half: usize, s: &mut [f32; C], reference: f32) {
         let mut i = 0;
@@ -246,9 +246,9 @@ impl Softmax<'_> {
         }
     }
 
-    /// The same with a reference that is raised where exponents exceed the limit. Those that do are
-    /// positive, and positive floats are ordered like their bits, of which one instruction finds
-    /// the greatest of three.
+    /// [`relate`](Self::relate) with the row maximum, and a rescale where exponents exceed the
+    /// threshold. Exponents above it are positive, and positive floats are ordered like their bits,
+    /// so one integer instruction gives the maximum of three.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn relate_and_raise<const C: usize>(
         &self,
@@ -259,7 +259,7 @@ impl Softmax<'_> {
     ) {
         let limit = if rows.is_unset(half) { i32::MIN } else { bits(self.limit) };
         let origin = rows.origin(half);
-        // Independent chains, because one after the other comparisons only wait for each other.
+        // Two independent chains: one would be bound by latency.
         let mut tops = [i32::MIN; 2];
         let mut i = 0;
         while i < C / 4 {
@@ -269,15 +269,15 @@ impl Softmax<'_> {
             tops[i % 2] = tops[i % 2].max(bits(s[at])).max(bits(s[at + 1]));
             i += 1;
         }
-        // A vote, so that the assembler sees that a warp's lanes agree.
+        // A vote, so that ptxas knows that the condition is warp-uniform.
         if any_sync(tops[0].max(tops[1]) > limit) {
             raised.any = true;
             raised.factors[half] *= self.raise(half, s, rows);
         }
     }
 
-    /// Raises the reference of a row, to which these exponents are relative, where one exceeds the
-    /// limit. Returns the factor for what was accumulated.
+    /// Rescales a row if one of its exponents `s` exceeds the threshold, and corrects `s`. Returns
+    /// the rescale factor of the accumulators.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn raise<const C: usize>(&self, half: usize, s: &mut [f32; C], rows: &mut RowPair) -> f32 {
         let top = greatest(half, s);
@@ -287,7 +287,7 @@ impl Softmax<'_> {
         if rises {
             let old = rows.origin(half);
             rows.reference[half] = old + (top + self.headroom);
-            // Of a large reference the sum is rounded.
+            // The difference actually added: the sum is rounded if the maximum is large.
             rise = rows.reference[half] - old;
         }
         let mut i = 0;
@@ -303,10 +303,10 @@ impl Softmax<'_> {
         factor
     }
 
-    /// Where one exceeds the limit, a row's weights fall by a power of two, which is exact, and its
-    /// reference rises by as much. This tile's sums become those of the rounded weights: where few
-    /// weights count, the quotient errs less then. Returns the factors for what was accumulated, or
-    /// nothing if weights are infinite or nearly so.
+    /// Rescales rows of packed P that exceed the threshold: P falls by a power of two, which is
+    /// exact, and the row maximum rises by as much. This tile adds sums of the rounded P: where few
+    /// elements dominate a row, that makes the quotient more accurate. Returns the rescale factors
+    /// of the accumulators, or `None` if P is (nearly) infinite.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn lower<T: MmaElement, const W: usize>(
         &self,
@@ -333,7 +333,7 @@ impl Softmax<'_> {
                 let fall = (tops[half] >> 23) - 127 + <T as MmaElement>::HEADROOM;
                 let old = rows.reference[half];
                 rows.reference[half] += fall as f32;
-                // Of a large reference the sum is rounded.
+                // The sum above is rounded if the maximum is large.
                 factors[half] = exp2(old - rows.reference[half]);
             }
             rows.sum[half] *= factors[half];
@@ -350,8 +350,8 @@ impl Softmax<'_> {
         Some(factors)
     }
 
-    /// Raises the references that exponents of the rows' greatest scores would exceed. Returns the
-    /// factors for what was accumulated.
+    /// Rescales rows in which a score of `tops` exceeds the threshold. Returns the rescale factors
+    /// of the accumulators.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn raise_to(&self, tops: [f32; 2], rows: &mut RowPair) -> [f32; 2] {
         let mut factors = [1.0; 2];
@@ -368,10 +368,10 @@ impl Softmax<'_> {
         factors
     }
 
-    /// Second step: the exponents of one of the two rows become weights.
+    /// Online softmax, second step: exponentiates one of the two rows, which gives P.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn weigh<const C: usize>(&self, half: usize, s: &mut [f32; C], rows: &mut RowPair) {
-        // Independent chains here too.
+        // Independent chains against latency.
         let mut sums = [0.0; 4];
         let mut i = 0;
         while i < C / 4 {
@@ -392,11 +392,11 @@ impl Softmax<'_> {
         }
     }
 
-    /// Scores of some pairs of keys become weights that count from the rows' references.
+    /// Turns the scores of some pairs of keys into P: subtracts the row maximum and exponentiates.
     ///
-    /// The exponents of two keys wait for the weights of two that are `AHEAD` pairs before, so that
-    /// the unit for exponentials begins with the first ones and always has work while the others
-    /// are computed. The assembler would put all exponents first.
+    /// The exponents of a pair depend on P of the pair [`AHEAD`] before it. This interleaves them
+    /// with the exponentials: the MUFU starts early and stays busy, where ptxas would compute all
+    /// exponents first.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn weigh_in_turns<const C: usize>(
         &self,
@@ -412,7 +412,7 @@ impl Softmax<'_> {
                 let origin = &mut turns.origins[half][i % AHEAD];
                 s[at] = exp2(fma(s[at], self.factors[half], *origin));
                 s[at + 1] = exp2(fma(s[at + 1], self.factors[half], *origin));
-                // The same once more, or no number if the weight is infinite.
+                // Same value, or NaN if P is infinite: this is the dependency.
                 *origin = fma(s[at + 1], 0.0, *origin);
                 let top = &mut turns.tops[half][i % 2];
                 *top = (*top).max(bits(s[at])).max(bits(s[at + 1]));
@@ -422,15 +422,15 @@ impl Softmax<'_> {
         }
     }
 
-    /// Whether one of the warp's greatest weights, given as bits, is above the limit.
+    /// Whether one of the warp's greatest elements of P, given as bits, exceeds the threshold.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn exceed_limit(&self, tops: [i32; 2]) -> bool {
         any_sync(tops[0].max(tops[1]) > self.limit_bits)
     }
 
-    /// Where one exceeds the limit, a row's weights fall by a power of two, and its reference rises
-    /// by as much. Returns the factors for what was accumulated, or nothing if weights are
-    /// infinite.
+    /// Rescales rows of unpacked P that exceed the threshold: P falls by a power of two, and the
+    /// row maximum rises by as much. Returns the rescale factors of the accumulators, or `None` if
+    /// P is infinite.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn lower_wide<const C: usize>(
         &self,
@@ -450,10 +450,10 @@ impl Softmax<'_> {
         while half < 2 {
             if tops[half] > self.limit_bits {
                 let old = rows.reference[half];
-                // The greatest weight's exponent, and what it becomes.
+                // The distance from the greatest P's exponent to the one that it gets.
                 let fall = ((tops[half] >> 23) - 127) as f32 + self.headroom;
                 rows.reference[half] = old + fall;
-                // Of a large reference the sum is rounded.
+                // The sum above is rounded if the maximum is large.
                 factors[half] = exp2(old - rows.reference[half]);
                 rows.sum[half] *= factors[half];
             }
@@ -469,8 +469,7 @@ impl Softmax<'_> {
     }
 }
 
-/// One bit for each of this thread's keys of a row, in their order, if it is below `end`; of 128
-/// keys that start at `key`.
+/// Bitmask of this thread's keys of a row that are below `end`, among the 128 keys from `key` on.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn keys_below(end: u32, key: u32) -> u32 {
     let ahead = end.saturating_sub(key + lane() % 4 * 2);
@@ -478,10 +477,10 @@ fn keys_below(end: u32, key: u32) -> u32 {
     if count < 32 { (1 << count) - 1 } else { u32::MAX }
 }
 
-/// The greatest value of one of the two rows.
+/// Maximum of one of the two rows.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) fn greatest<const C: usize>(half: usize, s: &[f32; C]) -> f32 {
-    // Independent chains, because one after the other comparisons only wait for each other.
+    // Independent chains: one would be bound by latency.
     let mut tops = [s[2 * half], s[2 * half + 1], s[2 * half + 4], s[2 * half + 5]];
     let mut i = 2;
     while i < C / 4 {
@@ -495,10 +494,10 @@ pub(super) fn greatest<const C: usize>(half: usize, s: &[f32; C]) -> f32 {
     max(top, shfl_xor_f32(top, 2))
 }
 
-/// Whether a weight of the warp's rows exceeds the limit; it may be infinite, or no number.
+/// Whether any P of the warp's rows exceeds the threshold; infinities and NaN do.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) fn exceed<const W: usize>(weights: &[u32; W]) -> bool {
-    // Independent chains here too.
+    // Independent chains against latency.
     let mut bits = [0; 2];
     let mut i = 0;
     while i < W {
@@ -508,8 +507,8 @@ pub(super) fn exceed<const W: usize>(weights: &[u32; W]) -> bool {
     any_sync((bits[0] | bits[1]) & HIGHEST_EXPONENT_BITS != 0)
 }
 
-/// Bits of the greatest of this thread's weights; as they are not negative, they are ordered like
-/// their bits. NaN is the greatest.
+/// Bits of the greatest of this thread's elements of P. They are not negative, so their bits order
+/// them; NaN is the greatest.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn greatest_weight<const W: usize>(half: usize, weights: &[u32; W]) -> u32 {
     let mut tops = 0;
@@ -521,7 +520,7 @@ fn greatest_weight<const W: usize>(half: usize, weights: &[u32; W]) -> u32 {
     (tops >> 16).max(tops & 0xffff)
 }
 
-/// Bits of 2 to the power of `exponent`.
+/// Bits of the f32 2^`exponent`.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) const fn exp2_bits(exponent: u32) -> u32 {
     (127 + exponent) << 23

@@ -1,5 +1,5 @@
-//! What a block has to do: work tiles, in an order that keeps K and V in the L2 cache and ends with
-//! the shortest.
+//! The work tiles of a CTA, in an order that keeps K and V in the L2 cache and ends with the
+//! shortest tiles.
 
 use super::row_tiles::{Found, RowTiles};
 use super::shape::{Tile, WORK_BYTES, WORK_SLOTS};
@@ -8,31 +8,31 @@ use crate::num::quotient;
 use crate::params::AttentionParams;
 use crate::simt::*;
 
-/// One work tile: query rows of a head, and the key tiles that they see, or one split of these.
+/// One work tile: query rows of a head, and the key tiles that they see or one split of these.
 #[derive(Clone, Copy)]
 pub(super) struct Work {
     pub(super) place: Place,
     pub(super) seqlen: Seqlen,
-    /// Valid keys that no row sees, because they lie behind the mask.
+    /// Valid keys past the last column of the mask, which no row sees.
     hidden: u32,
     pub(super) keys: KeyTiles,
 }
 
-/// Whose result a work tile is.
+/// Position of a work tile in the output.
 #[derive(Clone, Copy)]
 pub(super) struct Place {
     pub(super) batch: u32,
     pub(super) head: u32,
     /// First query row.
     pub(super) row: u32,
-    /// Part of the keys.
+    /// Number of the KV split.
     pub(super) split: u32,
-    /// The sequence's first token, where tokens of all lie one behind the other.
+    /// The sequence's first token where the tokens of all sequences are packed; else 0.
     pub(super) token: u32,
 }
 
-/// Key tiles `first..end`; all rows see all keys of the tiles `full_first..full_end`, and some key
-/// of the tiles `..cached_end`, of which all rows are valid.
+/// Key tiles `first..end`. All rows see all keys of the tiles `full_first..full_end`. In the tiles
+/// `..cached_end` all keys are valid, and every row sees some key.
 #[derive(Clone, Copy)]
 pub(super) struct KeyTiles {
     pub(super) first: u32,
@@ -43,7 +43,7 @@ pub(super) struct KeyTiles {
 }
 
 impl Work {
-    /// Work tile number `index` of the grid's numbering. Keys from `columns` on are hidden.
+    /// Work tile `index` in the grid's numbering. Keys from `columns` on are hidden.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn new<S: Tile>(
         index: u32,
@@ -66,7 +66,7 @@ impl Work {
         Self { place, seqlen, hidden, keys }
     }
 
-    /// The same where rows are tokens of sequences over a paged KV cache.
+    /// Work tile `index` where rows are packed tokens of sequences over a paged KV cache.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn of_tokens<S: Tile>(
         index: u32,
@@ -76,16 +76,17 @@ impl Work {
         let (head, tile) = Self::within(index, row_tiles.count(), p.q_heads, p.l2_section);
         let Found { batch, sequence, tile } = row_tiles.find::<S>(tile, p);
         let (row, seqlen) = (tile * S::ROWS, sequence.seqlen());
-        // Opaque, or the comparison with 0 would be kept over the loop over work, and spilled.
+        // opaque(): otherwise the comparison with 0 stays live across the loop over work tiles and
+        // spills.
         let p = &AttentionParams { causal: opaque(p.causal), ..*p };
         let keys = KeyTiles::new::<S>(row, seqlen, 0, true, p);
         let place = Place { batch, head, row, split: 0, token: sequence.start };
         Self { place, seqlen, hidden: 0, keys }
     }
 
-    /// The pair of a head and what has as many row tiles in it, and the row tile, of work tile
-    /// number `index`: sections of `l2_section` pairs one after the other, their last row tiles
-    /// first.
+    /// Decodes work tile number `index` into a pair and a row tile of it. Each pair, of a head and
+    /// a batch entry, or a head alone over a paged cache, has `row_tiles` row tiles. Sections of
+    /// `l2_section` pairs follow each other; within a section the last row tiles come first.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn within(index: u32, row_tiles: u32, pairs: u32, l2_section: u32) -> (u32, u32) {
         let section = quotient(index, l2_section * row_tiles);
@@ -104,8 +105,8 @@ impl Work {
 }
 
 impl KeyTiles {
-    /// The key tiles that rows `row..` see; a tile that they do not see where `may_lack` says that
-    /// rows may be without a key, and these are, so that their results are written.
+    /// The key tiles that rows `row..` see. `may_lack` says that rows may see no key: they then get
+    /// one tile that is wholly masked, so that the consumers write their results.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn new<S: Tile>(
         row: u32,
@@ -116,9 +117,9 @@ impl KeyTiles {
     ) -> Self {
         let Seqlen { total, past } = seqlen;
         let last = (row + S::ROWS).min(p.q_len);
-        // As wraps below 0 where there is no such key.
+        // `past` may be negative, wrapped around: then no such key exists.
         let exists = |end: u32| if may_lack && (end as i32) < 0 { 0 } else { end.min(total) };
-        // One past the last key of the first and of the last row.
+        // One past the last key that the first row sees, and that the last row sees.
         let (low, high) = if p.causal != 0 {
             (exists(past.wrapping_add(row).wrapping_add(1)), exists(past.wrapping_add(last)))
         } else {
@@ -136,7 +137,7 @@ impl KeyTiles {
         }
     }
 
-    /// Part number `split` of `splits` equal ones; the last ones may be shorter, or empty.
+    /// Split `split` of `splits` equal ones; the last ones may be shorter, or empty.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn split(self, split: u32, splits: u32) -> Self {
         let tiles = self.end.saturating_sub(self.first).div_ceil(splits.max(1));
@@ -149,8 +150,8 @@ impl KeyTiles {
         self.first >= self.end
     }
 
-    /// The same, shuffled, so that the compiler sees that a warp's lanes agree, and keeps what
-    /// follows in uniform registers.
+    /// Broadcasts the fields from lane 0, so that the compiler knows that they are warp-uniform and
+    /// uses uniform registers.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn agreed(self) -> Self {
         let Self { first, end, full_first, full_end, cached_end } = self;
@@ -165,7 +166,7 @@ impl KeyTiles {
     }
 }
 
-/// The first key that row `row`, a token, sees; later rows see none before it.
+/// The first key that token `row` sees; later rows see none before it.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) fn first_key(row: u32, seqlen: Seqlen, p: &AttentionParams) -> u32 {
     let next = seqlen.past.wrapping_add(row + 1) as i32;
@@ -173,17 +174,17 @@ pub(super) fn first_key(row: u32, seqlen: Seqlen, p: &AttentionParams) -> u32 {
     if p.window > 0 { end.saturating_sub(p.window) } else { 0 }
 }
 
-/// The work tiles of a block: the first by the block's number, each further one from a counter,
-/// when its keys are about to be loaded. Blocks that are done early draw more.
+/// Draws the work tiles of a CTA: the first is the CTA's own index, each further one comes from a
+/// counter just before its keys are loaded. CTAs that finish early draw more.
 pub(super) struct TileScheduler {
-    /// Work tiles drawn by all blocks; 0 again after the last draw of the call.
+    /// Work tiles drawn by all CTAs; the last draw of the call resets it to 0.
     pub(super) counter: Global<u32>,
     pub(super) count: u32,
 }
 
 impl TileScheduler {
-    /// The next work tile, or a number beyond the last. Every block draws until there is none, so
-    /// draws are as many as work tiles.
+    /// The next work tile, or an index past the last. Every CTA draws until it gets no tile, so a
+    /// call makes as many draws as it has work tiles.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn next(&self) -> u32 {
         grid_dim_x() + self.counter.atomic_inc(0, self.count - 1)
@@ -195,36 +196,36 @@ impl TileScheduler {
     }
 }
 
-/// The description of a work tile in shared memory: written by the thread that draws, read where it
-/// is needed. The writer cannot lap a reader, because it waits for room in the ring of K and V,
-/// which there is only when every reader has done its part for the tiles before.
+/// The description of a work tile in shared memory, written by the thread that draws the tile. The
+/// writer cannot overwrite one that is still in use: it waits for a free stage of K and V, and
+/// every reader must be done with earlier tiles to free one.
 #[derive(Clone, Copy)]
 pub(super) struct Slot(u32);
 
 impl Slot {
-    /// The slot of the block's work tile number `n`.
+    /// The slot of the CTA's work tile number `n`.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn new<S: Tile>(base: u32, n: u32) -> Self {
         Self(base + S::WORK + n % WORK_SLOTS * WORK_BYTES)
     }
 
-    /// The slot of work tile number `n` when that is drawn.
+    /// Waits until work tile `n` is drawn and returns its slot.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn drawn<S: Tile>(base: u32, n: u32) -> Self {
         mbarrier_wait(Self::full::<S>(base, n), n / WORK_SLOTS % 2);
         Self::new::<S>(base, n)
     }
 
-    /// The barrier of work tile number `n`.
+    /// The full barrier of work tile `n`.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn full<S: Tile>(base: u32, n: u32) -> u32 {
         base + S::WORK_FULL + 8 * (n % WORK_SLOTS)
     }
 
-    /// Describes work tile number `n`, or says that there is none.
+    /// Writes the description of work tile `n`; `None` marks the end of the work.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn announce<S: Tile>(base: u32, n: u32, work: Option<&Work>) {
-        // Opaque, or addresses would take registers for all the loop over work.
+        // opaque(): otherwise addresses occupy registers across the loop over work tiles.
         let base = opaque(base);
         let Self(at) = Self::new::<S>(base, n);
         if let Some(Work { place, seqlen, hidden, keys }) = work {
@@ -242,7 +243,7 @@ impl Slot {
         mbarrier_arrive(Self::full::<S>(base, n));
     }
 
-    /// Its key tiles; none at the end of work.
+    /// Its key tiles; empty at the end of the work.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn keys(self) -> KeyTiles {
         let [first, end, full_first, full_end] = ld_shared_vec(self.0);
@@ -256,13 +257,13 @@ impl Slot {
         Place { batch, head, row, split, token }
     }
 
-    /// Says whether keys of the work tile have no block in a paged KV cache.
+    /// Records whether keys of the work tile have no block in a paged KV cache.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn tell_gaps<S: Tile>(self, has_gaps: bool) {
         st_shared(self.0 + (S::GAPS - S::WORK), u32::from(has_gaps));
     }
 
-    /// What [`tell_gaps`](Self::tell_gaps) said.
+    /// The flag that [`tell_gaps`](Self::tell_gaps) wrote.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn has_gaps<S: Tile>(self) -> bool {
         ld_shared::<u32>(self.0 + (S::GAPS - S::WORK)) != 0
@@ -274,7 +275,7 @@ impl Slot {
         Seqlen { past, total }
     }
 
-    /// The same with the keys that some row may see.
+    /// [`seqlen`](Self::seqlen) without the keys that the mask hides from all rows.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn seen<S: Tile>(self) -> Seqlen {
         let [past, total, hidden, _] = ld_shared_vec(self.0 + 32);

@@ -1,5 +1,5 @@
-//! Weights of a key tile once more: where some have become infinite, the scores that they were made
-//! of are gone.
+//! Recomputes P of a key tile: where some of it has become infinite, its scores are already
+//! overwritten.
 
 use super::{Consumer, Ring, Steps};
 use crate::attention::hopper::operand::Operand;
@@ -19,9 +19,9 @@ impl<
     const O: usize,
 > Consumer<'_, T, P, S, K, C, W, O>
 {
-    /// Weights of a tile where some have become infinite: raises references and starts from scores
-    /// once more, by instructions that a warp can give without the others. Returns the factors for
-    /// what was accumulated.
+    /// Recomputes P of a tile where some of it is infinite: rescales, and recomputes the scores
+    /// with warp-level `mma`, because the other warps do not take part. Returns the rescale factors
+    /// of the accumulators.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn weigh_again(
         &self,
@@ -45,7 +45,7 @@ impl<
         factors
     }
 
-    /// The same of weights that are not packed yet.
+    /// [`weigh_again`](Self::weigh_again) for P that is not packed yet.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn weigh_again_wide(
         &self,
@@ -68,7 +68,7 @@ impl<
         factors
     }
 
-    /// This warp's weights of 16 keys of a tile, from scores computed once more.
+    /// This warp's P of 16 keys of a tile, from recomputed scores.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn weights_of_block(&self, keys: Ring, block: u32, rows: &mut RowPair) -> [f32; 8] {
         let mut s = self.scores_of_block(keys, block);
@@ -81,7 +81,7 @@ impl<
         s
     }
 
-    /// The greatest scores of a tile, of each of the thread's rows.
+    /// Greatest scores of a tile for each of the thread's two rows.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn greatest_again(&self, keys: Ring) -> [f32; 2] {
         let mut tops = [f32::NEG_INFINITY; 2];
@@ -95,23 +95,23 @@ impl<
     /// This warp's scores of 16 keys of a tile.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn scores_of_block(&self, keys: Ring, block: u32) -> [f32; 8] {
-        // Blocks one after the other: for all at a time there are no registers.
+        // 16 keys at a time: registers do not suffice for more.
         sync_warp();
-        // Opaque, or addresses would take registers for all the loop over tiles.
+        // opaque(): otherwise addresses occupy registers across the loop over key tiles.
         let thread = opaque(thread_idx());
         let (warp, lane) = (thread / 32, thread % 32);
         let (query, key) = (lane % 16, lane / 16 * 8 + lane % 8);
         let q = self.base + self.q_tile() * S::Q_BYTES + (warp % 4 * 16 + query) * 128;
         let k = self.keys_at(keys) + (16 * block + key) * 128;
         let (mut low, mut high) = ([0.0; 4], [0.0; 4]);
-        // Units of 16 bytes trade places within eight rows.
+        // The 128-byte swizzle permutes 16-byte units within 8 rows.
         let place = |step: u32, rows: u32, row: u32, unit: u32| {
             step / 4 * 128 * rows + 16 * ((step % 4 * 2 + unit) ^ (row % 8))
         };
-        // Not up to `D`, or the assembler would unroll the loop.
+        // A run-time bound: with `D`, ptxas would unroll the loop.
         let steps = self.p.head_size.div_ceil(32 * P::QUERY_PARTS / S::NUMBER_BYTES);
         for step in Rolled(0..P::QUERY_PARTS * steps, 1) {
-            // Columns of the keys by those of each part of the queries.
+            // Each part of the queries multiplies the same columns of the keys.
             let (of_keys, part) = (step / P::QUERY_PARTS, step % P::QUERY_PARTS);
             let of_queries = part * Self::KEY_STEPS + of_keys;
             let a = ldmatrix_x4(q + place(of_queries, WARPGROUP_ROWS, query, lane / 16));

@@ -6,7 +6,7 @@ use crate::attention::hopper::shape::{Tile, WARPGROUP_ROWS};
 use crate::num::MmaElement;
 use crate::simt::*;
 
-/// Output registers of the widest product.
+/// Output registers of the widest wgmma.
 const WIDEST_PRODUCT: usize = 128;
 
 impl<
@@ -19,10 +19,10 @@ impl<
     const O: usize,
 > Consumer<'_, T, P, S, K, C, W, O>
 {
-    /// Products that all columns of the keys take, of 32 bytes each.
+    /// wgmma steps over all columns of the keys; a step is 32 bytes of each row.
     pub(super) const KEY_STEPS: u32 = S::D * S::NUMBER_BYTES / 32 / P::QUERY_PARTS;
 
-    /// Where a tile of keys is in the stage: where it arrived, unless it was converted.
+    /// Address of a K tile: where TMA wrote it if keys stay e4m3, else the start of the stage.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn keys_at(&self, at: Ring) -> u32 {
         let stage = self.base + S::KV + at.stage * S::STAGE_BYTES;
@@ -33,8 +33,9 @@ impl<
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn issue_scores(&self) -> [f32; C] {
         let q = self.base + self.q_tile() * S::Q_BYTES;
-        // Opaque, or two warpgroups, which have registers to spare, would keep its descriptors in
-        // such as are not uniform. Shuffled where there are twice as many of them as of the keys'.
+        // opaque(): otherwise the compiler keeps descriptors of Q in non-uniform registers where
+        // two warpgroups leave some to spare. A shuffle instead where Q has two parts, and so twice
+        // as many descriptors as K.
         let q = if P::KEEPS_KEYS {
             shfl_idx_u32(q, 0)
         } else if S::WARPGROUPS == 2 {
@@ -49,7 +50,7 @@ impl<
         let mut s = P::multiply(q.at(0), k.at(0));
         let mut step = 1;
         while step < S::D * S::NUMBER_BYTES / 32 {
-            // Each part of the queries by all columns of the keys.
+            // Each part of the queries multiplies all columns of the keys.
             let of_keys = step % Self::KEY_STEPS;
             P::multiply_add(&mut s, q.at(place(step, WARPGROUP_ROWS)), k.at(place(of_keys, S::N)));
             step += 1;
@@ -62,7 +63,8 @@ impl<
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn issue_output(&self, o: &mut [f32; O], begun: bool, weights: &[u32; W], at: Ring) {
         let v = self.base + S::KV + at.stage * S::STAGE_BYTES;
-        // The ones are the chunk behind, wherever the rows are; transposed the rows behind.
+        // The ones form the second column chunk of the operand, at a separate address; transposed,
+        // they form the rows after V.
         let apart = S::SUM_COLUMNS && !S::IS_TRANSPOSED;
         let behind = if apart { self.base + S::ONES - v } else { S::N * 128 };
         let v = Descriptor::new(v, behind);
@@ -75,14 +77,14 @@ impl<
                 weights[4 * step + 2],
                 weights[4 * step + 3],
             ];
-            // Of 16 keys, which are rows, or 32, which are columns.
+            // 16 keys, which are rows of V, or 32, which are columns of Vᵀ.
             let keys = step as u32 * if S::IS_TRANSPOSED { 32 } else { 16 * 128 };
             if O <= WIDEST_PRODUCT {
                 let v = if apart { v.towards(keys) } else { v.at(keys) };
                 P::multiply_weights(o, begun || step > 0, a, v);
             } else {
-                // The head's columns in two halves, whose keys are side by side; the second of them
-                // with the ones.
+                // Two products, each for half of the head's columns; their keys lie side by side in
+                // a row. The second product includes the ones.
                 let (low, high) = halves(o);
                 P::multiply_weights::<64>(low, begun || step > 0, a, v.at(keys));
                 P::multiply_weights::<68>(high, begun || step > 0, a, v.at(keys + S::N));
@@ -93,7 +95,7 @@ impl<
     }
 }
 
-/// Output registers of 128 columns, and of those behind with sums of weights.
+/// Output registers of the first 128 columns, and of the remaining ones with the sums of P.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn halves<const O: usize>(o: &mut [f32; O]) -> (&mut [f32; 64], &mut [f32; 68]) {
     let (low, high) = o.split_at_mut(64);
@@ -103,8 +105,8 @@ fn halves<const O: usize>(o: &mut [f32; O]) -> (&mut [f32; 64], &mut [f32; 68]) 
     }
 }
 
-/// Descriptor of a tile with the 128-byte swizzle: eight-row groups 1024 bytes apart, chunks of
-/// columns `chunk_bytes` apart.
+/// wgmma descriptor of a tile with the 128-byte swizzle: 8-row groups 1024 bytes apart, column
+/// chunks `chunk_bytes` apart.
 #[derive(Clone, Copy)]
 struct Descriptor(u32);
 
@@ -114,13 +116,13 @@ impl Descriptor {
         Self(address >> 4 | (chunk_bytes >> 4) << 16)
     }
 
-    /// Of the first chunk's part that starts `bytes` further on, and all of the second chunk.
+    /// The descriptor moved by `bytes` in the first chunk; the second chunk stays where it is.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn towards(self, bytes: u32) -> u64 {
         Self(self.0.wrapping_sub((bytes >> 4) << 16)).at(bytes)
     }
 
-    /// Of the part that starts `bytes` further on.
+    /// The descriptor moved by `bytes`.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn at(self, bytes: u32) -> u64 {
         const SWIZZLE_128: u32 = 1 << 30;

@@ -1,5 +1,5 @@
-//! Steps over key tiles of which all rows see all keys: the scores of the next tile, and the output
-//! of the last.
+//! The mainloop over key tiles of which all rows see all keys: the scores of the next tile, and the
+//! P · V of the current one.
 
 use super::{Consumer, Cursor, State, collect_sums};
 use crate::attention::hopper::operand::{Float8Keys, Operand};
@@ -9,10 +9,10 @@ use crate::attention::hopper::softmax::{RowPair, Turns, exceed, scale};
 use crate::num::{Float8, MmaElement};
 use crate::simt::*;
 
-/// How a consumer of such operands steps over key tiles of which all rows see all keys. A trait,
-/// because a branch that is never taken would cost the others registers.
+/// How a consumer with these operands steps over unmasked key tiles. A trait, because a branch that
+/// is never taken would cost the other kernels registers.
 pub(in crate::attention::hopper) trait Steps: Operand {
-    /// To the cursor's `bottom`.
+    /// Steps down to the cursor's `bottom`.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn step_to_bottom<T, S, K, const C: usize, const W: usize, const O: usize>(
         consumer: &mut Consumer<'_, T, Self, S, K, C, W, O>,
@@ -62,7 +62,7 @@ impl<
     const O: usize,
 > Consumer<'_, T, P, S, K, C, W, O>
 {
-    /// Steps to the tile `bottom`, where weights are packed to 16 bits.
+    /// Steps down to tile `bottom`, with P packed to 16 bits.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn step_to(&mut self, bottom: u32, state: &mut State<W, O>, at: &mut Cursor) {
         while at.tile > bottom {
@@ -72,9 +72,10 @@ impl<
         }
     }
 
-    /// The scores of the next key tile, of which all rows see all keys, and the output of the last.
-    /// Whether an exponent exceeds its limit shows in the weights, which is less work than to find
-    /// the greatest exponents. K stays until that is known.
+    /// Computes the scores of the next key tile, which needs no mask, and P · V of the current one.
+    /// The packed P shows whether an exponent exceeds the lazy-rescale threshold, which costs less
+    /// than a maximum of the exponents. K stays in shared memory until that is known, for
+    /// [`weigh_again`](Self::weigh_again).
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn step(&mut self, state: &mut State<W, O>) {
         let keys = self.kv;
@@ -89,7 +90,7 @@ impl<
         }
         wgmma_wait::<0>();
         self.release_tile(keys.next(S::STAGES));
-        // The second row's exponentials hide the packing.
+        // The second row's exponentials hide the latency of packing.
         self.softmax.weigh(1, &mut s, rows);
         *weights = P::pack_weights::<C, W>(&s);
         if exceed(weights) {
@@ -103,18 +104,19 @@ impl<
         self.release_tile(keys);
     }
 
-    /// Keeps the assembler from moving a wait for P·V ahead of the first row's exponentials. It
-    /// moves none over a test of a barrier, and the sign of their sum chooses that: the first
-    /// stage's, or the second's of a sum that is no number. Nobody looks at the answer.
+    /// Keeps ptxas from hoisting the wait for P·V above the first row's exponentials: ptxas moves
+    /// no wait across an mbarrier test. The test depends on the exponentials through the sign of
+    /// their sum, which selects the tested stage (0, or 1 for a NaN with the sign bit set). Its
+    /// result is unused.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn hold_wait(&self, rows: &RowPair) {
         let stage = rows.sum[0].to_bits() >> 31;
         mbarrier_test(self.base + S::KV_FULL + 8 * stage, 0);
     }
 
-    /// The same where weights are packed to bytes, in which nobody sees what they exceeded: they
-    /// are looked at before. Returns whether the next two tiles have arrived, which is asked long
-    /// before the answer is needed.
+    /// [`step`](Self::step) for P packed to bytes, which saturates: the check against the threshold
+    /// precedes the packing. Returns whether the next two tiles have arrived, tested long before
+    /// the answer is needed.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn step_and_lower(&mut self, state: &mut State<W, O>) -> [u32; 2] {
         let keys = self.kv;
