@@ -1,0 +1,68 @@
+"""How long this GPU's driver takes to assemble the shipped kernels, by family.
+
+    python3 bench/assembly.py [--every N] [--folder crates/gqa-cuda/ptx]
+
+Each kernel is loaded alone, as `Device::load` does, as its general text; the driver's cache is off.
+Prints for each family how many kernels the GPU gets, and of their times the least, the median, the
+largest and the sum. Needs torch with a GPU.
+"""
+import argparse
+import collections
+import ctypes
+import os
+import pathlib
+import statistics
+import time
+
+os.environ["CUDA_CACHE_DISABLE"] = "1"
+
+import launches
+import packed
+import torch
+
+
+def newest(folder, sm):
+    """(family, kernel, module) of the kernels that a GPU of that compute capability gets."""
+    found = {}
+    for module in packed.modules(folder):
+        arch, number = module["arch"], int(module["arch"][3:].rstrip("a"))
+        if number > sm or arch.endswith("a") and number != sm:
+            continue
+        for kernel in module["kernels"]:
+            best = found.get(kernel["name"])
+            if best is None or number > best[0]:
+                found[kernel["name"]] = number, module
+    return [(module["family"], name, module) for name, (_, module) in sorted(found.items())]
+
+
+def seconds(text):
+    """How long a text takes to be assembled and loaded."""
+    loaded = ctypes.c_void_p()
+    begun = time.perf_counter()
+    launches.call("cuModuleLoadData", ctypes.byref(loaded), text)
+    taken = time.perf_counter() - begun
+    launches.call("cuModuleUnload", loaded)
+    return taken
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=pathlib.Path, default=packed.SHIPPED)
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="one kernel of N only")
+    options = parser.parse_args()
+    torch.zeros(1, device="cuda")
+    major, minor = torch.cuda.get_device_capability()
+    times = collections.defaultdict(list)
+    for family, name, module in newest(options.folder, 10 * major + minor)[:: options.every]:
+        text = packed.ptx(options.folder, module, name).encode() + b"\0"
+        times[family].append((seconds(text), name))
+    print(f"{torch.cuda.get_device_name()}; milliseconds, the driver's cache off")
+    print(f"{'family':26} {'kernels':>7} {'least':>7} {'median':>7} {'largest':>7} {'sum':>9}  slowest")
+    for family, found in sorted(times.items()):
+        all_ms = sorted(1e3 * taken for taken, _ in found)
+        row = all_ms[0], statistics.median(all_ms), all_ms[-1]
+        print(f"{family:26} {len(found):7} {row[0]:7.0f} {row[1]:7.0f} {row[2]:7.0f} {sum(all_ms):9.0f}  {max(found)[1]}")
+
+
+if __name__ == "__main__":
+    main()
