@@ -234,6 +234,13 @@ class RandomModel(unittest.TestCase):
             [caller.join() for caller in callers]
             self.assertEqual(results, [want] * 3, f"{count} threads")
 
+    def test_registering_twice_is_registering(self):
+        options = onnxruntime.SessionOptions()
+        options.register_custom_ops_library(LIBRARY)
+        options.register_custom_ops_library(LIBRARY)
+        for _ in range(2):
+            onnxruntime.InferenceSession(self.model(), options, providers=[PROVIDER])
+
     def test_the_log_names_each_call(self):
         code = "import ort; ort.Engine(ort.RandomModel().model(), {}).generate([1, 2, 3], 2)"
         lines = {}

@@ -33,7 +33,7 @@ mod value;
 
 use api::{Api, Failure, guarded};
 use ort_sys::{OrtApiBase, OrtCustomOpDomain, OrtSessionOptions, OrtStatusPtr};
-use std::ffi::{CString, c_char};
+use std::ffi::{CStr, CString, c_char};
 use std::ptr;
 use std::sync::{LazyLock, OnceLock};
 
@@ -66,14 +66,27 @@ pub extern "system" fn GqaOperators() -> *const c_char {
     TEXT.as_ptr()
 }
 
+/// Adds our operators, unless the options have them already: ONNX Runtime would refuse to make a
+/// session with operators of the same names twice.
+///
 /// # Safety
 ///
 /// `options` must be those of a session.
 unsafe fn register(api: Api, options: *mut OrtSessionOptions) -> Result<(), Failure> {
+    /// An entry of the options, which are copied with their operators.
+    const REGISTERED: &CStr = c"gqa.registered";
     log::start()?;
+    let (table, key, mut entries) = (api.table(), REGISTERED.as_ptr(), 0);
+    // SAFETY: the options are those of a session
+    api.check(unsafe { (table.HasSessionConfigEntry)(options, key, &mut entries) })?;
+    if entries > 0 {
+        return Ok(());
+    }
     let domain = domain(api)?;
     // SAFETY: the domain and its operators are never freed
-    api.check(unsafe { (api.table().AddCustomOpDomain)(options, domain) })
+    api.check(unsafe { (table.AddCustomOpDomain)(options, domain) })?;
+    // SAFETY: ONNX Runtime copies both texts
+    api.check(unsafe { (table.AddSessionConfigEntry)(options, key, c"1".as_ptr()) })
 }
 
 /// The domain with our operators, which all sessions share. It is made once: sessions refer to it
