@@ -168,7 +168,12 @@ class Cases:
             ([self.normal(18, 16, 2, 64) for _ in "kv"], {"block_table": table}),
         ):
             wanted = gqa.flash_attn_varlen_func(
-                q[:73], *(x if named else x[:95] for x in caches), starts, keys, causal=True, **named
+                q[:73],
+                *(x if named else x[:95] for x in caches),
+                starts,
+                keys,
+                causal=True,
+                **named,
             )
             named = {"return_softmax_lse": True, "block_table": there(table)} if named else {}
             given = [there(x) for x in (q, *caches, starts, keys)]
@@ -247,12 +252,13 @@ class Cases:
             ("q", {"q": there(host[0])}),
             ("q", {"q": there(np.zeros((2, 3, 4, 16), np.int32))}),
             ("s_aux", {"s_aux": there(self.normal(3))}),
-            ("s_aux", {"s_aux": [1, 2, 3, 4]}),
             ("alibi_slopes", {"alibi_slopes": there(self.normal(4))}),
             ("mask", {"mask": there(self.normal(2, 4, 3, 4))}),
         ):
             with self.subTest(named), self.assertRaisesRegex(ValueError, f"^{named}: got "):
                 gqa.flash_attn_func(**({"q": q, "k": k, "v": v} | change))
+        with self.assertRaisesRegex(TypeError, "^s_aux: got list"):
+            gqa.flash_attn_func(q, k, v, s_aux=[1, 2, 3, 4])
         sizes = {"cache_seqlens": 2}
         for named, change in (
             ("cache_leftpad", {"cache_leftpad": there(np.zeros(2, np.int32))}),

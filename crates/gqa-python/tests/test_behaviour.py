@@ -157,7 +157,8 @@ def logged(level):
     """What a call leaves on stderr."""
     code = "import gqa, numpy as np; q = np.ones((2, 5, 4, 16), 'f4'); gqa.flash_attn_func(q, q, q)"
     environment = {**os.environ, "GQA_LOG": level}
-    ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    command = [sys.executable, "-c", code]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True)
     return ran.returncode, ran.stderr
 
 

@@ -868,6 +868,32 @@ class Cases:
         self.near(out, whole)
         self.near_lse(lse, whole_lse)
 
+    def test_packed_tensors(self):
+        """Views of them go to the kernels: the same as of copies, and packed they are named."""
+        options = {"device": self.device, "dtype": torch.float16}
+        qkv, kv = torch.randn(2, 9, 3, 4, 64, **options), torch.randn(2, 40, 2, 2, 64, **options)
+        q = torch.randn(2, 9, 4, 64, **options)
+        # The second call is like the first.
+        for _ in range(2):
+            got = gqa.flash_attn_qkvpacked_func(qkv, causal=True)
+            self.near(got, gqa.flash_attn_func(*(x.clone() for x in qkv.unbind(2)), causal=True))
+            got = gqa.flash_attn_kvpacked_func(q, kv)
+            self.near(got, gqa.flash_attn_func(q, *(x.clone() for x in kv.unbind(2))))
+        starts = torch.tensor([0, 4, 18], dtype=torch.int32, device=self.device)
+        packed, lengths = qkv.flatten(0, 1), (starts, starts, 14, 14)
+        got = gqa.flash_attn_varlen_qkvpacked_func(packed, starts, 14, causal=True)
+        parts = [x.clone() for x in packed.unbind(1)]
+        self.near(got, gqa.flash_attn_varlen_func(*parts, *lengths, causal=True))
+        key_starts = torch.tensor([0, 50, 80], dtype=torch.int32, device=self.device)
+        rows, packed, lengths = q.flatten(0, 1), kv.flatten(0, 1), (starts, key_starts, 14, 50)
+        got = gqa.flash_attn_varlen_kvpacked_func(rows, packed, *lengths)
+        parts = [x.clone() for x in packed.unbind(1)]
+        self.near(got, gqa.flash_attn_varlen_func(rows, *parts, *lengths))
+        with self.assertRaisesRegex(ValueError, "^qkv: got torch.float64"):
+            gqa.flash_attn_qkvpacked_func(qkv.double())
+        with self.assertRaisesRegex(ValueError, "^kv: got "):
+            gqa.flash_attn_kvpacked_func(q, kv.float())
+
     def test_a_callers_error_is_named(self):
         q, k, v = (torch.randn(2, 3, 4, 16, device=self.device) for _ in "qkv")
         wants_gradient = q.clone().requires_grad_()

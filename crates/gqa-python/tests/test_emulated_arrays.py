@@ -212,7 +212,7 @@ class Scratch(unittest.TestCase):
             work.gpu.empty.side_effect = lambda shape, _: Memory(4 * shape[0])
             work.gpu.integers.side_effect = lambda numbers, _: Memory(len(numbers))
             names, in_graphs = ("query", "output"), []
-            tensors = {name: work.shared(name, None) for name in names}
+            tensors = {name: work.shared(name, None, "float16") for name in names}
             taken = [weakref.ref(x) for x in (*tensors.values(), stream)]
             kept = _arrays._Kept()
             of = kept.of

@@ -1,4 +1,4 @@
-"""py.typed: the package's annotations by mypy --strict, and its stubs against what they describe."""
+"""py.typed: the package's annotations by mypy --strict, its stubs against what they describe."""
 
 import importlib.util
 import pathlib
@@ -13,7 +13,8 @@ needs_mypy = pytest.mark.skipif(importlib.util.find_spec("mypy") is None, reason
 
 def checked(*arguments):
     """What a module of Python's says, whose code must be 0."""
-    ran = subprocess.run([sys.executable, "-m", *arguments], cwd=FOLDER, capture_output=True, text=True)
+    command = [sys.executable, "-m", *arguments]
+    ran = subprocess.run(command, cwd=FOLDER, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     return ran.stdout
 

@@ -262,9 +262,9 @@ def flash_attn_varlen_func(
     q has shape (rows of all sequences, heads, size), k and v (keys of all, KV heads, size).
     ``cu_seqlens_q`` and ``cu_seqlens_k``, int32 of shape (sequences + 1), say where each begins and
     where the last one ends. With ``block_table``, int32 (sequences, blocks of a sequence), k and v
-    are a paged KV cache of shape (blocks, rows of a block, KV heads, size), and ``seqused_k``, int32
-    (sequences), may say how many keys each has, in place of ``cu_seqlens_k``. ``max_seqlen_q`` and
-    ``max_seqlen_k`` bound the lengths on a GPU, where these are not looked at. The paged KV cache
+    are a paged KV cache of shape (blocks, rows of a block, KV heads, size), and ``seqused_k``,
+    int32 (sequences), may say how many keys each has, in place of ``cu_seqlens_k``.
+    ``max_seqlen_q`` and ``max_seqlen_k`` bound the lengths on a GPU, where these are not looked at. The paged KV cache
     may be quantized, with ``k_descale`` and ``v_descale``: see :func:`flash_attn_with_kvcache`.
 
     Log-sum-exps have shape (heads, rows of all sequences).
