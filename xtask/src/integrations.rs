@@ -25,11 +25,12 @@ fn python() -> Result<Option<String>> {
     shown(cargo().args(lint))?;
     let wheels = folder::fresh(&place::target().join("python-wheel"))?;
     let Some((python, wheel)) = python_wheel(&wheels)? else {
-        return Ok(Some("no python3 that can install maturin, numpy and pytest".to_owned()));
+        return Ok(Some("no python3 that can install maturin, mypy, numpy and pytest".to_owned()));
     };
     pip::install_wheel(&python, &wheel)?;
     let tests = place::root().join("crates/gqa-python/tests");
-    shown(Command::new(python).args(["-m", "pytest", "--quiet"]).arg(tests)).map(|()| None)
+    // What is skipped, such as tests of torch's tensors, is named.
+    shown(Command::new(python).args(["-m", "pytest", "--quiet", "-rs"]).arg(tests)).map(|()| None)
 }
 
 /// Builds the Python package's wheel into a folder, in release as it is shipped, and gives it and

@@ -49,8 +49,11 @@ enum Verb {
     Bundle,
     /// Package the crates and build a program with them outside of this workspace.
     Embed,
-    /// Make dist/gqa_onnxruntime-*.whl, the library for ONNX Runtime, and try it.
-    Wheel,
+    /// Make wheels in dist/, and try each in a fresh virtual environment.
+    Wheel {
+        /// Which ones; without a name all of them.
+        which: Vec<wheel::Package>,
+    },
     /// Show which tools were found.
     Doctor,
 }
@@ -63,7 +66,7 @@ fn main() -> ExitCode {
         Verb::Ratchet { bless } => ratchet::run(bless),
         Verb::Bundle => bundle::run(),
         Verb::Embed => embed::run(),
-        Verb::Wheel => wheel::run(),
+        Verb::Wheel { which } => wheel::run(&which),
         Verb::Doctor => doctor::run(),
     };
     match result {

@@ -1,10 +1,11 @@
-//! `cargo xtask wheel`: `dist/gqa_onnxruntime-*.whl`, the library for ONNX Runtime as a Python
-//! package, tried in a fresh virtual environment, and `dist/gqa-*.whl`, the package for Python.
+//! `cargo xtask wheel`: `dist/gqa-*.whl`, the package for Python, and `dist/gqa_onnxruntime-*.whl`,
+//! the library for ONNX Runtime as a Python package, each tried in a fresh virtual environment.
 
 use crate::integrations::{onnx_runtime_library, python_wheel};
 use crate::step::shown;
 use crate::{folder, pip, place};
 use anyhow::{Context, Result, ensure};
+use clap::ValueEnum;
 use std::env::consts::ARCH;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -13,12 +14,61 @@ use std::process::Command;
 /// What a wheel may have.
 const MOST_BYTES: u64 = 12 << 20;
 
-pub fn run() -> Result<()> {
-    let wheel = build(&onnx_runtime_library()?)?;
-    check_size(&wheel)?;
-    try_out(&wheel)?;
-    let python = python_wheel(&place::root().join("dist"))?;
-    check_size(&python.context("cannot install maturin")?.1)
+/// A package that there is a wheel of.
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum Package {
+    /// `gqa`, for Python.
+    Python,
+    /// `gqa_onnxruntime`, the library for ONNX Runtime.
+    Onnxruntime,
+}
+
+impl Package {
+    /// What the names of its wheels begin with.
+    const fn prefix(self) -> &'static str {
+        match self {
+            Self::Python => "gqa-",
+            Self::Onnxruntime => "gqa_onnxruntime-",
+        }
+    }
+
+    /// Makes its wheel in a folder, and tries it.
+    fn make(self, dist: &Path) -> Result<()> {
+        match self {
+            Self::Python => {
+                let (_, wheel) = python_wheel(dist)?.context("cannot install maturin")?;
+                check_size(&wheel)?;
+                try_python(&wheel)
+            }
+            Self::Onnxruntime => {
+                let wheel = build(&onnx_runtime_library()?, dist)?;
+                check_size(&wheel)?;
+                try_onnx_runtime(&wheel)
+            }
+        }
+    }
+}
+
+/// Makes the wheels of these packages, or of all where none is named; those of others stay.
+pub fn run(which: &[Package]) -> Result<()> {
+    let dist = place::root().join("dist");
+    fs::create_dir_all(&dist)?;
+    for package in Package::value_variants() {
+        if which.is_empty() || which.contains(package) {
+            older(&dist, *package)?.iter().try_for_each(fs::remove_file)?;
+            package.make(&dist)?;
+        }
+    }
+    Ok(())
+}
+
+/// The wheels of a package that a folder has.
+fn older(dist: &Path, package: Package) -> Result<Vec<PathBuf>> {
+    let files = fs::read_dir(dist)?.map(|file| file.map(|file| file.path()));
+    let is_its = |path: &PathBuf| {
+        path.file_name().is_some_and(|name| name.to_string_lossy().starts_with(package.prefix()))
+    };
+    Ok(files.collect::<Result<Vec<_>, _>>()?.into_iter().filter(is_its).collect())
 }
 
 fn check_size(wheel: &Path) -> Result<()> {
@@ -28,7 +78,7 @@ fn check_size(wheel: &Path) -> Result<()> {
     Ok(())
 }
 
-fn build(library: &Path) -> Result<PathBuf> {
+fn build(library: &Path, dist: &Path) -> Result<PathBuf> {
     let source = folder::fresh(&place::target().join("wheel"))?;
     folder::copy(&place::root().join("crates/gqa-ort/python"), &source)?;
     fs::copy(place::root().join("docs/onnxruntime.md"), source.join("README.md"))?;
@@ -37,15 +87,13 @@ fn build(library: &Path) -> Result<PathBuf> {
     }
     let packed = source.join("gqa_onnxruntime/libgqa_ort.so");
     shown(Command::new("strip").arg("--strip-all").arg("-o").arg(&packed).arg(library))?;
-    let dist = folder::fresh(&place::root().join("dist"))?;
     let python = pip::environment("wheel", "setuptools")?.context("cannot install setuptools")?;
     let mut pip = Command::new(python);
     pip.args(["-m", "pip", "wheel", "--quiet", "--no-index", "--no-build-isolation", "--no-deps"]);
-    pip.arg("--wheel-dir").arg(&dist);
+    pip.arg("--wheel-dir").arg(dist);
     pip.env("GQA_VERSION", env!("CARGO_PKG_VERSION")).env("GQA_PLATFORM", platform(&packed)?);
     shown(pip.arg(&source))?;
-    let wheel = fs::read_dir(&dist)?.next().context("pip made no wheel")??;
-    Ok(wheel.path())
+    older(dist, Package::Onnxruntime)?.pop().context("pip made no wheel")
 }
 
 /// The systems that have what the library needs of the C library, as wheels name them.
@@ -68,16 +116,27 @@ fn newest(symbols: &str) -> Option<(u32, u32)> {
     symbols.split("GLIBC_").skip(1).filter_map(version).max()
 }
 
-/// Installs it as a user does, beside PyPI's onnxruntime, and compares the two there.
-fn try_out(wheel: &Path) -> Result<()> {
-    let name = "wheel-tried";
+/// A wheel in a fresh virtual environment with what a user installs beside it, and the tests need.
+fn installed(name: &str, list: &str, wheel: &Path) -> Result<PathBuf> {
     let environment = place::target().join("python").join(name);
     if environment.exists() {
         fs::remove_dir_all(environment)?;
     }
-    // What a user installs beside it, and what the tests need.
-    let python = pip::environment(name, "onnxruntime")?.context("cannot install onnxruntime")?;
+    let python = pip::environment(name, list)?.with_context(|| format!("no {list} packages"))?;
     pip::install_wheel(&python, wheel)?;
+    Ok(python)
+}
+
+/// Runs the examples and the code of the page with it.
+fn try_python(wheel: &Path) -> Result<()> {
+    let python = installed("python-wheel-tried", "python", wheel)?;
+    let tests = place::root().join("crates/gqa-python/tests/test_page.py");
+    shown(Command::new(python).args(["-m", "pytest", "--quiet", "-rs"]).arg(tests))
+}
+
+/// Compares it with PyPI's onnxruntime.
+fn try_onnx_runtime(wheel: &Path) -> Result<()> {
+    let python = installed("wheel-tried", "onnxruntime", wheel)?;
     let code = "import gqa_onnxruntime, onnxruntime; \
                 gqa_onnxruntime.register(onnxruntime.SessionOptions()); \
                 print(gqa_onnxruntime.library_path())";
