@@ -1,5 +1,5 @@
-//! A bias or a mask on score fragments, read where it lies: any strides, no alignment. Where rows
-//! are whole words of 4 bytes, two keys are read at a time, before the scores are computed.
+//! A bias or a mask on score fragments, read from global memory: any strides, no alignment. Where
+//! rows are aligned to 4 bytes, a lane reads two keys at a time, before the scores are computed.
 
 use super::fragment::{Fragments, column_of, zeros};
 use crate::num::{Element, MmaElement};
@@ -7,25 +7,25 @@ use crate::params::{MaskedParams, Strides, vectors};
 use crate::simt::Global;
 use bytemuck::{Pod, cast};
 
-/// What a lane has read of `M` blocks of 16 rows and `N8` blocks of 8 keys, not looked at yet.
+/// A lane's loaded words for `M` blocks of 16 rows and `N8` blocks of 8 keys, not unpacked yet.
 pub type Words<const M: usize, const N8: usize> = [[[u32; N8]; 2]; M];
 
 /// attention_bias or attn_mask, (batch, query head, row, key).
 #[derive(Clone, Copy)]
 pub struct Bias<T> {
-    /// Numbers to be added, or null.
+    /// The bias, or null.
     numbers: Global<T>,
-    /// Bytes, 0 hides the key, or null.
+    /// The mask, whose byte 0 hides a key, or null.
     bytes: Global<u8>,
     strides: Strides,
-    /// Row length; keys from there on are hidden by whoever knows what rows see.
+    /// Row length; the caller hides keys from there on.
     pub columns: u32,
-    /// Whether rows are whole words.
+    /// Whether rows consist of aligned 4-byte words.
     whole: bool,
 }
 
 impl<T: Element> Bias<T> {
-    /// Of a call.
+    /// The bias or mask of a call.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn new(numbers: Global<T>, bytes: Global<u8>, p: &MaskedParams) -> Self {
         let whole = p.vectors & vectors::MASK_WORDS != 0;
@@ -38,8 +38,9 @@ impl<T: Element> Bias<T> {
         self.strides.at(batch, head, row)
     }
 
-    /// Scores of the keys from `begin` on become `score · factor + number`, or -inf where the byte
-    /// is 0; `row(m, half)` is the index of a lane's row. -inf hides a key whatever its score.
+    /// Scores of the keys from `begin` on become `score · factor + bias`, or -inf where the mask is
+    /// 0; `row(m, half)` is the index of a lane's row. A bias of -inf hides a key even if its score
+    /// is NaN.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn add<const M: usize, const N8: usize>(
         self,
@@ -61,8 +62,8 @@ impl<T: Element> Bias<T> {
         }
     }
 
-    /// The numbers that [`add_ahead`] adds to these scores: -inf where the byte is 0, else 0. Of
-    /// rows that are `None` nothing is read.
+    /// Loads the bias that [`add_ahead`] adds to these scores; a mask becomes -inf where its byte
+    /// is 0, else 0. Rows that are `None` are not read.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn ahead<const M: usize, const N8: usize>(
         self,
@@ -84,7 +85,7 @@ impl<T: Element> Bias<T> {
         numbers
     }
 
-    /// Index of an element of a lane's row; behind the last one that one again.
+    /// Index of an element of a lane's row, clamped to the last one.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn place(self, row: usize, begin: u32, block: usize, i: usize) -> usize {
         let key = begin + 8 * block as u32 + column_of() + i as u32;
@@ -109,7 +110,7 @@ impl<T: Element> Bias<T> {
 }
 
 impl<T: MmaElement> Bias<T> {
-    /// Starts reading for the keys from `begin` on, a multiple of 8, if they can be read two at a
+    /// Loads the words of the keys from `begin` on, a multiple of 8, if two keys can be read at a
     /// time; `row(m, half)` is the index of a lane's row.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn words<const M: usize, const N8: usize>(
@@ -129,7 +130,7 @@ impl<T: MmaElement> Bias<T> {
         })
     }
 
-    /// [`add`](Self::add), of words that were read before.
+    /// [`add`](Self::add) with words loaded before.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn add_words<const M: usize, const N8: usize>(
         self,
@@ -150,7 +151,7 @@ impl<T: MmaElement> Bias<T> {
     }
 }
 
-/// A word of each block of 8 keys; the lane's first one of a row is at `first(m, half)`.
+/// Loads a word for each block of 8 keys; the lane's first word of a row is at `first(m, half)`.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn words<U: Pod, const M: usize, const N8: usize>(
     first: impl Fn(usize, usize) -> Global<U>,
@@ -183,13 +184,13 @@ fn add_pairs<const M: usize, const N8: usize>(
     }
 }
 
-/// -inf hides a key whatever its score.
+/// -inf hides a key even if its score is NaN.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn sum(score: f32, number: f32) -> f32 {
     if number == f32::NEG_INFINITY { number } else { score + number }
 }
 
-/// The same as [`Bias::add`], of numbers that were read before.
+/// [`Bias::add`] with a bias loaded before.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn add_ahead<const M: usize, const N8: usize>(
     scores: &mut Fragments<M, N8>,

@@ -1,16 +1,15 @@
-//! The two products of attention for few query rows, which are columns of the second one.
+//! The two products of attention for few query rows, which are columns of the second product.
 //!
 //! `S = Q Kᵀ` has the query rows as rows, and a lane holds the scores of row `l/4` (and `l/4 + 8`)
-//! as in [`fragment`](super::fragment). Two such 16×8 blocks of weights, packed in pairs, are the
-//! *right* operand of `Oᵀ = Vᵀ Pᵀ`, eight query rows wide; so eight rows, the heads of a group,
-//! cost half of what sixteen do, and the weights never leave the registers. Of 8 columns of the
-//! output a lane holds
+//! as in [`fragment`](super::fragment). Two such 16×8 blocks of P, packed in pairs, are the B
+//! operand of `Oᵀ = Vᵀ Pᵀ`, eight query rows wide. So eight rows, for example the heads of a group,
+//! cost half of what sixteen do, and P stays in registers. Of 8 columns of the output a lane holds
 //!
 //! ```text
 //! column l/4 of rows 2(l%4), 2(l%4)+1
 //! ```
 //!
-//! Maxima are raised with [`SLACK`](super::softmax::SLACK).
+//! Row maxima lag by up to [`SLACK`](super::softmax::SLACK).
 
 use super::fragment::Fragments;
 use super::softmax::{ScoreScale, States, weigh_and_rescale};
@@ -18,14 +17,14 @@ use super::swizzle::{Swizzled, WarpRead};
 use crate::num::MmaElement;
 use crate::simt::{lane, ldmatrix_x4, ldmatrix_x4_trans, shfl_idx_f32};
 
-/// Query rows as left operands: of each 8 columns, `M` blocks of two halves of 8 rows.
+/// Query rows as A operands: for every 8 columns, `M` blocks of two 8-row halves.
 pub type Queries<const M: usize, const D8: usize> = [[[u32; 2]; M]; D8];
 
-/// Output, transposed: of each 8 columns, `M` blocks of two halves of 8 rows, of which a lane holds
-/// two.
+/// Transposed output: for every 8 columns, `M` blocks of two 8-row halves; a lane holds two values
+/// of each.
 pub type Columns<const M: usize, const D8: usize> = [[[[f32; 2]; 2]; M]; D8];
 
-/// Loads `HALVES` halves of each block of 16 query rows.
+/// Loads `HALVES` 8-row halves of each block of 16 query rows.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn load_queries<T: MmaElement, const M: usize, const HALVES: usize, const D8: usize>(
     tile: Swizzled<T, D8>,
@@ -37,7 +36,7 @@ pub fn load_queries<T: MmaElement, const M: usize, const HALVES: usize, const D8
     queries
 }
 
-/// Of queries, 16 columns.
+/// Loads 16 columns of the queries.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn load_depth<T: MmaElement, const M: usize, const HALVES: usize, const D8: usize>(
     tile: Swizzled<T, D8>,
@@ -76,8 +75,7 @@ pub fn scores<T: MmaElement, const M: usize, const D8: usize, const N8: usize>(
     scores
 }
 
-/// Turns scores into softmax weights; where a maximum must rise, rescales what was accumulated
-/// against the old one.
+/// Turns scores into P; rescales the accumulators of rows whose maximum must rise.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn weigh<const M: usize, const HALVES: usize, const N8: usize, const D8: usize>(
     states: &mut States<M>,
@@ -97,7 +95,8 @@ pub fn weigh<const M: usize, const HALVES: usize, const N8: usize, const D8: usi
     });
 }
 
-/// `out += (weights · values)ᵀ` over `N8` blocks of 8 keys in rows of `U` units, which are `D8`.
+/// `out += (weights · values)ᵀ` over `N8` blocks of 8 keys. Rows of `values` have `U` units and the
+/// first `D8` are used.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn accumulate<
     T: MmaElement,

@@ -1,4 +1,4 @@
-//! What all copies of tiles share: 16 bytes at a time, in groups that are waited for.
+//! Common parts of tile copies by cp.async: 16 bytes at a time, in groups.
 
 use crate::num::MmaElement;
 use crate::simt::cp_async_wait;
@@ -6,13 +6,13 @@ use crate::simt::cp_async_wait;
 /// Elements in 16 bytes.
 pub const UNIT: u32 = 8;
 
-/// Eight rounded values.
+/// Rounds eight values.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn to_unit<T: MmaElement>(x: [f32; 8]) -> [u32; 4] {
     [T::pack(x[0], x[1]), T::pack(x[2], x[3]), T::pack(x[4], x[5]), T::pack(x[6], x[7])]
 }
 
-/// Waits until at most the `newest` newest groups of copies, a constant of 8 at most, are
+/// Waits until at most the `newest` newest cp.async groups, a constant of at most 8, are
 /// unfinished.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn wait_for_all_but(newest: u32) {

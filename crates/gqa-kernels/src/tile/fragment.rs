@@ -8,8 +8,8 @@
 //! row l/4 + 8    [2]  [3]
 //! ```
 //!
-//! Two such blocks of scores side by side, rounded and packed in pairs, are exactly the 16×16 left
-//! operand of the next product, so the softmax weights never leave the registers.
+//! Two neighbouring blocks of scores, rounded and packed in pairs, are exactly the 16×16 A operand
+//! of the next product, so P stays in registers.
 
 use super::swizzle::{Swizzled, WarpRead};
 use crate::num::MmaElement;
@@ -36,11 +36,11 @@ pub fn column_of() -> u32 {
     lane() % 4 * 2
 }
 
-/// Left operands of `M` blocks of 16 rows, by pairs of units.
+/// A operands of `M` blocks of 16 rows, for each pair of 16-byte units.
 pub type LeftOperands<const M: usize, const UNITS: usize> = [[[u32; 4]; M]; UNITS];
 
-/// The left operands of the first `pairs` pairs of units, a constant, for who has registers to keep
-/// them: `left(m, pair)` is what the lane tells `ldmatrix` of one.
+/// Loads the A operands of the first `pairs` pairs of units, a constant, to be held in registers;
+/// `left(m, pair)` is the lane's `ldmatrix` address.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn left_operands<const M: usize, const UNITS: usize>(
     pairs: usize,
@@ -53,8 +53,8 @@ pub fn left_operands<const M: usize, const UNITS: usize>(
     operands
 }
 
-/// `scores = queries · keysᵀ` over `M` blocks of 16 rows, the warp's, and `N8` blocks of 8 keys;
-/// `N8` is 1 or even. `left` and `right` read operands of that side.
+/// `scores = queries · keysᵀ` over the warp's `M` blocks of 16 rows and `N8` blocks of 8 keys; `N8`
+/// is 1 or even. `left` and `right` read A and B operands.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn scores<T: MmaElement, const M: usize, const UNITS: usize, const N8: usize>(
     queries: Swizzled<T, UNITS>,
@@ -68,9 +68,9 @@ pub fn scores<T: MmaElement, const M: usize, const UNITS: usize, const N8: usize
     )
 }
 
-/// The same where the left operands of the first pairs of units, a constant count, are kept in
-/// registers, and where `left(m, pair)` and `right(block of 16 keys, pair)` are what the lane tells
-/// `ldmatrix` of the others.
+/// [`scores`] with the A operands of the first pairs of units, a constant number, in registers. For
+/// the other operands, `left(m, pair)` and `right(block of 16 keys, pair)` are the lane's
+/// `ldmatrix` addresses.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn scores_at<T: MmaElement, const M: usize, const UNITS: usize, const N8: usize>(
     (kept, pairs): (&LeftOperands<M, UNITS>, usize),
@@ -101,8 +101,8 @@ pub fn scores_at<T: MmaElement, const M: usize, const UNITS: usize, const N8: us
     scores
 }
 
-/// `out += weights · values` over `N8` blocks of 8 keys in rows of `U` units, which are `D8`;
-/// `left` reads blocks column by column.
+/// `out += weights · values` over `N8` blocks of 8 keys. Rows of `values` have `U` units and the
+/// first `D8` are used. `left` must be [`WarpRead::by_columns`].
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn accumulate<
     T: MmaElement,
@@ -119,7 +119,7 @@ pub fn accumulate<
     accumulate_at::<T, M, D8, N8>(out, weights, |depth, pair| left.address(values, depth, pair));
 }
 
-/// The same where `values(block of 16 keys, pair of units)` is what the lane tells `ldmatrix`.
+/// [`accumulate`] where `values(block of 16 keys, pair of units)` is the lane's `ldmatrix` address.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn accumulate_at<T: MmaElement, const M: usize, const D8: usize, const N8: usize>(
     out: &mut Fragments<M, D8>,
@@ -138,8 +138,8 @@ pub fn accumulate_at<T: MmaElement, const M: usize, const D8: usize, const N8: u
     }
 }
 
-/// Writes the fragments, each row times its factor and rounded, to the first `D8` units of as many
-/// rows. Factor 0 gives 0, whatever the row holds.
+/// Writes the fragments, each row times its factor and rounded, to the first `D8` units of the
+/// tile's rows. Factor 0 gives 0, whatever the row holds.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn store<T: MmaElement, const M: usize, const D8: usize, const UNITS: usize>(
     out: &Fragments<M, D8>,
@@ -159,7 +159,7 @@ pub fn store<T: MmaElement, const M: usize, const D8: usize, const UNITS: usize>
     }
 }
 
-/// The left operand made of blocks `2 depth` and `2 depth + 1`.
+/// The A operand made of blocks `2 depth` and `2 depth + 1`.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn pack<T: MmaElement, const N8: usize>(weights: &[[f32; 4]; N8], depth: usize) -> [u32; 4] {
     let [first, second] = [weights[2 * depth], weights[2 * depth + 1]];

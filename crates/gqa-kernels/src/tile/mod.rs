@@ -1,12 +1,17 @@
 //! Building blocks of tensor-core kernels.
 //!
-//! [`rows`]: which query rows a tile holds and which keys they see; [`pages`]: the same over a
-//! paged KV cache. [`swizzle`]: tiles in shared memory and the way in; [`copy`]: what copies share.
-//! [`fragment`]: products of tiles, spread over the lanes of a warp; [`columns`]: those with the
-//! query rows as columns; [`quantized`]: the same over a quantized KV cache; [`tf32`]: those of
-//! float32; [`wide`]: what heads larger than 256 need; [`padded`]: tiles of `split_kv` and their
-//! products. [`softmax`]: the online softmax on such fragments. [`bias`]: what is added to them
-//! before.
+//! - [`rows`]: which query rows a tile holds and which keys they see
+//! - [`pages`]: sequences and pages of a paged KV cache
+//! - [`swizzle`]: swizzled tiles in shared memory and copies into them
+//! - [`copy`]: common parts of copies
+//! - [`fragment`]: products of tiles, spread over the lanes of a warp
+//! - [`columns`]: products with the query rows as columns
+//! - [`quantized`]: products over a quantized KV cache
+//! - [`tf32`]: products of float32
+//! - [`wide`]: products for heads larger than 256
+//! - [`padded`]: tiles and products of `split_kv`
+//! - [`softmax`]: the online softmax on fragments
+//! - [`bias`]: bias and mask on fragments
 
 pub mod bias;
 pub mod columns;

@@ -1,9 +1,9 @@
-//! Tiles whose rows are padded, of `split_kv`, and their products.
+//! Padded tiles in shared memory, for `split_kv`, and their products.
 //!
 //! Eight consecutive rows of a tile start in eight different groups of four banks, because the
 //! pitch is an odd number of 16-byte units for every head size that is a multiple of 16. So
-//! `ldmatrix`, which reads 16 bytes of each of eight rows at once, has no bank conflict, and
-//! addresses stay linear. Copies write most lines of shared memory twice, which
+//! `ldmatrix`, which reads 16 bytes of each of eight rows at once, has no bank conflicts, and
+//! addresses stay linear. The cost: copies write most 128-byte lines of shared memory twice, which
 //! [`swizzle`](super::swizzle) avoids.
 
 use super::copy::UNIT;
@@ -11,7 +11,7 @@ use super::fragment::{Fragments, pack, zeros};
 use crate::num::MmaElement;
 use crate::simt::{Global, Shared, cp_async_16, lane, ldmatrix_x4, ldmatrix_x4_trans};
 
-/// Rows of `D8` units each, in shared memory.
+/// A tile in shared memory, with rows of `D8` 16-byte units.
 pub struct Tile<T, const D8: usize> {
     start: Shared<T>,
 }
@@ -33,28 +33,28 @@ impl<T: MmaElement, const D8: usize> Tile<T, D8> {
     /// Elements from one row to the next.
     const PITCH: u32 = (D8 as u32 + 1) * UNIT;
 
-    /// The tile that starts `bytes` bytes into the block's shared memory.
+    /// The tile at byte offset `bytes` in the CTA's shared memory.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn at(bytes: u32) -> Self {
         Self { start: Shared::at(bytes) }
     }
 
-    /// What starts at element `column` of `row`, seen as a tile.
+    /// The part of the tile that starts at element `column` of `row`.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn from(self, row: u32, column: u32) -> Self {
         Self { start: self.place(row, column) }
     }
 
-    /// Element `column` of `row`.
+    /// Address of element `column` of `row`.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn place(self, row: u32, column: u32) -> Shared<T> {
         self.start.offset(row * Self::PITCH + column)
     }
 }
 
-/// How a team of `TEAM` threads, a block or a warp, shares the moving of rows of `D8` units: eight
-/// threads side by side, which read whole cache lines and write all banks once, or four where of
-/// eight more than an eighth would be idle.
+/// How `TEAM` threads, a CTA or a warp, share copying rows of `D8` units: eight threads per row,
+/// which read whole cache lines and write all banks once, or four where more than an eighth of
+/// eight would be idle.
 #[derive(Clone, Copy)]
 pub struct Team<const D8: usize, const TEAM: u32> {
     /// This thread's row in the first pass.
@@ -64,19 +64,19 @@ pub struct Team<const D8: usize, const TEAM: u32> {
 }
 
 impl<const D8: usize, const TEAM: u32> Team<D8, TEAM> {
-    /// Threads on a row.
+    /// Threads per row.
     const ACROSS: u32 = if D8.next_multiple_of(8) * 7 <= D8 * 8 { 8 } else { 4 };
-    /// Rows that the team moves at once.
+    /// Rows that the team copies at a time.
     const DOWN: u32 = TEAM / Self::ACROSS;
 
-    /// The part of `thread` of the team.
+    /// The share of thread `thread` of the team.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn new(thread: u32) -> Self {
         Self { row: thread / Self::ACROSS, column: thread % Self::ACROSS * UNIT }
     }
 
-    /// Calls `unit(row, column)` for each unit of `rows` rows, a compile-time constant, that this
-    /// thread moves.
+    /// Calls `unit(row, column)` for each unit that this thread copies, of `rows` rows, a
+    /// compile-time constant.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn each(self, rows: u32, mut unit: impl FnMut(u32, u32)) {
         for pass in 0..rows.div_ceil(Self::DOWN) {
@@ -105,8 +105,8 @@ impl<const D8: usize, const TEAM: u32> Team<D8, TEAM> {
         end: u32,
         width: u32,
     ) {
-        // What is common to the team stays apart from what is the thread's own: it then takes
-        // uniform registers.
+        // The address is a team-uniform base plus a per-thread part, so that the base takes uniform
+        // registers.
         let first = source.offset((u64::from(begin + self.row) * stride) as usize);
         self.each(rows, |row, column| {
             let from = first.offset((u64::from(row - self.row) * stride) as usize);
@@ -115,8 +115,8 @@ impl<const D8: usize, const TEAM: u32> Team<D8, TEAM> {
         });
     }
 
-    /// Starts copying `rows` rows that lie anywhere: `source(row)` is the element at which one
-    /// starts, or `None` for a row of zeros.
+    /// Starts copying `rows` scattered rows: `source(row)` is the index of a row's first element,
+    /// or `None` for a row of zeros.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn gather<T: MmaElement>(
         self,
@@ -183,12 +183,12 @@ pub fn accumulate<T: MmaElement, const M: usize, const D8: usize, const N8: usiz
     }
 }
 
-/// What a lane tells `ldmatrix` of the first 16×16 elements of a tile, so that it delivers their
-/// four 8×8 blocks in the order upper left, lower left, upper right, lower right.
+/// A lane's `ldmatrix` address for the first 16×16 elements of a tile, whose four 8×8 blocks it
+/// loads in the order upper left, lower left, upper right, lower right.
 ///
-/// Those are a left operand as it is. With keys as rows they are the right operands of keys 0..8
-/// (first and third block) and 8..16; with values as rows, and transposed, those of columns 0..8
-/// (first and second block) and 8..16.
+/// In this order they form an A operand. With keys as rows they are the B operands of keys 0..8
+/// (first and third block) and 8..16. With values as rows, transposed, they are the B operands of
+/// columns 0..8 (first and second block) and 8..16.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn lanes_part<T: MmaElement, const D8: usize>(tile: Tile<T, D8>) -> Tile<T, D8> {
     tile.from(lane() % 16, lane() / 16 * UNIT)

@@ -1,33 +1,34 @@
-//! Sequences over a paged KV cache: whose a row tile is, and where keys and values are.
+//! Sequences over a paged KV cache: which one a row tile belongs to, and where its keys and values
+//! lie.
 
 use crate::concept::pages::{Length, Sequence};
 use crate::num::quotient;
 use crate::params::AttentionParams;
 use crate::simt::Global;
 
-/// The sequences of a call, whose tokens lie one behind the other.
+/// The sequences of a call, whose tokens are packed one after the other.
 ///
-/// Row tiles are numbered through all sequences: those of sequence `b` begin with number
-/// `starts[b] * group / height + b`, which leaves each as many as it needs, and at most one more.
-/// So they are no more than tokens and sequences make necessary, however lengths differ, and a
-/// search finds whose one is. `group` are the rows that a token has in a tile, `height` those of
-/// the tile.
+/// Row tiles are numbered across all sequences: the row tiles of sequence `b` start at number
+/// `starts[b] * group / height + b`, which gives each sequence at most one more than it needs. So
+/// the total depends only on the numbers of tokens and sequences, however lengths differ, and a
+/// binary search finds a tile's sequence. `group` is the number of rows per token, `height` the
+/// rows per tile.
 #[derive(Clone, Copy)]
 pub struct Sequences {
-    /// (batch + 1)
+    /// cu_seqlens of the new tokens, (batch + 1)
     pub starts: Global<i32>,
-    /// (batch)
+    /// Past lengths, (batch)
     pub past_seqlens: Global<i32>,
     /// Tokens of all sequences.
     pub tokens: u32,
-    /// Tokens of a sequence that is not another launch's.
+    /// Sequences with fewer tokens than this belong to another launch.
     pub least: u32,
-    /// Whether lengths count the new tokens.
+    /// Whether the past lengths include the new tokens.
     pub counts_new: bool,
 }
 
 impl Sequences {
-    /// The sequence that has row tile `tile`, and the tile's number there.
+    /// The sequence of row tile `tile`, and the tile's number within it.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn find(self, tile: u32, batch: u32, group: u32, height: u32) -> (u32, u32) {
         let (mut low, mut high) = (0, batch);
@@ -48,7 +49,7 @@ impl Sequences {
         (self.starts.load(b as usize) as u32).wrapping_mul(group) / height + b
     }
 
-    /// Where the rows of sequence `b` are, if they are this launch's.
+    /// Rows and lengths of sequence `b`; empty if it belongs to another launch.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn get(self, b: u32, p: &AttentionParams) -> Sequence {
         let [start, end] = [0, 1].map(|next| self.starts.load((b + next) as usize));
@@ -59,36 +60,36 @@ impl Sequences {
     }
 }
 
-/// Row tiles of `height` rows of so many sequences, whose tokens have so many rows together.
+/// Row tiles of `height` rows for `sequences` sequences with `rows` rows in total.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn row_tiles(rows: u32, sequences: u32, height: u32) -> u32 {
     quotient(rows, height) + sequences
 }
 
-/// Which blocks of a paged KV cache a sequence has.
+/// Block table of one sequence over a paged KV cache.
 #[derive(Clone, Copy)]
 pub struct BlockTable {
     /// (blocks of the sequence)
     pub entries: Global<i32>,
-    /// Logarithm of a block's rows.
+    /// Binary logarithm of the rows of a block.
     pub log_rows: u32,
     /// The cache's last block.
     pub last: u32,
 }
 
-/// In place of a row of the cache: the table gives the sequence a block outside of the cache. Rows
-/// behind it have this bit, too, and no row of a cache has it.
+/// Stands for a row outside of the cache, where the block table holds an index outside of it. No
+/// row of the cache has this bit; offsets added to it keep it.
 const NOWHERE: u32 = 1 << 31;
 
-/// Whether a place is a row of the cache. Of other places nothing is read or written, and the keys
-/// that they would hold are masked.
+/// Whether a place is a row of the cache. Other places are neither read nor written, and their keys
+/// are masked.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn is_somewhere(place: u32) -> bool {
     place & NOWHERE == 0
 }
 
 impl BlockTable {
-    /// The place of row `row` of the sequence: a row of the cache, or [nowhere](is_somewhere).
+    /// Cache row of row `row` of the sequence, or a place for which [`is_somewhere`] is false.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn place(self, row: u32) -> u32 {
         let block = self.entries.load((row >> self.log_rows) as usize) as u32;

@@ -12,12 +12,12 @@ use crate::tile::softmax::{States, total};
 use bytemuck::Pod;
 use core::ops::Range;
 
-/// Tiles of `height` rows that hold the packed query rows of one KV head.
+/// Number of tiles of `height` rows for the packed query rows of one KV head.
 pub fn row_tiles(p: &AttentionParams, height: u32) -> u32 {
     Group::new(p.q_heads, p.kv_heads).rows(p.q_len).div_ceil(height)
 }
 
-/// A tile's packed rows: query heads that share a KV head, of one sequence.
+/// A tile's packed rows: the query heads that share a KV head, of one sequence.
 #[derive(Clone, Copy)]
 pub struct Rows {
     /// Batch entry.
@@ -26,12 +26,12 @@ pub struct Rows {
     pub kv_head: u32,
     /// Lengths of the sequence.
     pub seqlen: Seqlen,
-    /// Where the sequence's rows begin in tensors of new rows: 0 unless those of all sequences lie
-    /// one behind the other.
+    /// The sequence's first row in tensors of new tokens: 0 unless the tokens of all sequences are
+    /// packed.
     pub start: u32,
     /// First packed row of the tile.
     first: u32,
-    /// One past the last packed row that exists, at most the tile's height on.
+    /// One past the tile's last existing packed row.
     end: u32,
     group: Group,
     mask: Mask,
@@ -40,11 +40,11 @@ pub struct Rows {
 /// A packed row.
 #[derive(Clone, Copy)]
 pub struct Row {
-    /// Query row of this call; `q_len` or more behind the last row.
+    /// Query row of this call; `q_len` or more past the last row.
     pub s: u32,
     /// Query head.
     pub head: u32,
-    /// What it sees.
+    /// The keys that the row sees.
     pub visible: Visible,
 }
 
@@ -55,19 +55,19 @@ impl Row {
         self.visible.first < self.visible.end
     }
 
-    /// The row where it sees no key from `columns` on.
+    /// The row with the keys from `columns` on hidden.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn below(self, columns: u32) -> Self {
         Self { visible: below(self.visible, columns), ..self }
     }
 
-    /// Keeps the row in 16 bytes.
+    /// Stores the row in 16 bytes of shared memory.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn keep<T: Pod>(self, place: Shared<T>) {
         place.store_vec(0, [self.s, self.head, self.visible.first, self.visible.end]);
     }
 
-    /// The row that [`keep`](Self::keep) kept.
+    /// Loads the row that [`keep`](Self::keep) stored.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn kept<T: Pod>(place: Shared<T>) -> Self {
         let [s, head, first, end] = place.load_vec(0);
@@ -78,21 +78,21 @@ impl Row {
 /// The keys that matter to a tile.
 #[derive(Clone, Copy)]
 pub struct Span {
-    /// Seen by at least one row.
+    /// Keys that at least one row sees.
     pub some: Visible,
-    /// Seen by every row that is a token.
+    /// Keys that every token of the tile sees.
     pub all: Visible,
 }
 
 impl Span {
-    /// The span where no row sees a key from `columns` on.
+    /// The span with the keys from `columns` on hidden.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn below(self, columns: u32) -> Self {
         Self { some: below(self.some, columns), all: below(self.all, columns) }
     }
 
-    /// The tiles of `keys` keys that are a split's share: equal ones, the first ones larger by one
-    /// where that does not come out even.
+    /// Tiles of `keys` keys of one split: equal numbers, or one more for the first splits if the
+    /// division has a remainder.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn share(&self, keys: u32, split: u32, splits: u32) -> Range<u32> {
         let tiles = self.some.end.saturating_sub(self.some.first).div_ceil(keys);
@@ -114,7 +114,7 @@ fn below(keys: Visible, columns: u32) -> Visible {
 }
 
 impl Rows {
-    /// Tile `index` of (KV head, batch entry) `head_and_batch`, the head first.
+    /// Tile `index` of (KV head, batch entry) number `head_and_batch`; the head varies fastest.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn new(
         p: &AttentionParams,
@@ -123,7 +123,7 @@ impl Rows {
         head_and_batch: u32,
         height: u32,
     ) -> Self {
-        // No count is 0, and saying so spares the device the check.
+        // A call has KV heads: max(1) spares the division by zero check.
         let kv_heads = p.kv_heads.max(1);
         let batch = head_and_batch / kv_heads;
         let last_index = seqlens_k.load(batch as usize);
@@ -131,7 +131,7 @@ impl Rows {
         Self { seqlen, ..Self::of(p, index, head_and_batch % kv_heads, batch, height) }
     }
 
-    /// Tile `index` of a KV head of a batch entry that has no keys yet.
+    /// Tile `index` of a KV head of a batch entry whose sequence lengths are set later.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn of(p: &AttentionParams, index: u32, kv_head: u32, batch: u32, height: u32) -> Self {
         let group = Group::new(p.q_heads, p.kv_heads);
@@ -148,16 +148,17 @@ impl Rows {
         }
     }
 
-    /// Those of them that are among so many tokens, of which the first has that number in tensors
-    /// of new rows. The sequence has no others yet.
+    /// The rows among the first `tokens` tokens of a sequence whose first token is row `start` of
+    /// the tensors of new tokens. The sequence has no cached keys yet.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn among(self, start: u32, tokens: u32) -> Self {
         let end = self.group.rows(tokens).min(self.end).max(self.first);
         Self { start, end, seqlen: Seqlen { total: tokens, past: 0 }, ..self }
     }
 
-    /// The rows of a block: section by section of the heads whose keys and values share the L2
-    /// cache, and in each the longest first: under a causal mask the last tile sees most keys.
+    /// The rows of a CTA. CTAs go through sections of heads whose K and V share the L2 cache, and
+    /// within a section from the last row tile to the first: under a causal mask the last ones see
+    /// most keys.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn of_block(p: &AttentionParams, seqlens_k: Global<i32>, block: u32, height: u32) -> Self {
         let (heads, tiles) = (p.kv_heads * p.batch, row_tiles(p, height));
@@ -166,9 +167,9 @@ impl Rows {
         Self::new(p, seqlens_k, tile, head_and_batch, height)
     }
 
-    /// Those of a tile of a sequence in a call over a paged KV cache, as if the tokens of all
-    /// sequences were one batch entry: the block's of so many that are numbered through all
-    /// sequences, and in the order of [`of_block`](Self::of_block). Says which sequence it is.
+    /// The rows of a CTA over a paged KV cache, as if the tokens of all sequences were one batch
+    /// entry. Row tiles are numbered across all sequences, in the order of
+    /// [`of_block`](Self::of_block). Also returns the sequence.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn of_sequences(
         p: &AttentionParams,
@@ -186,7 +187,7 @@ impl Rows {
         (Self { seqlen: sequence.seqlen(), ..rows }, batch)
     }
 
-    /// Rows that exist.
+    /// Number of existing rows.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn count(&self) -> u32 {
         self.end - self.first
@@ -205,15 +206,15 @@ impl Rows {
         Row { s, head, visible: self.mask.visible(self.seqlen, s) }
     }
 
-    /// What the tile sees; nothing where its first row is padding.
+    /// The keys that the tile sees; none if its first row is padding.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn span(&self) -> Span {
         let Span { some, all } = self.span_of_tokens();
         Span { some: Visible { end: if all.end > 0 { some.end } else { 0 }, ..some }, all }
     }
 
-    /// What the tile sees if none of its rows is padding. Both ends of a row's range grow with the
-    /// row, so the first row and the last token decide.
+    /// The keys that the tile sees if none of its rows is padding. Both ends of a row's range grow
+    /// with the row, so the first row and the last token decide.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn span_of_tokens(&self) -> Span {
         let tokens = self.seqlen.new_rows();
@@ -227,7 +228,7 @@ impl Rows {
         }
     }
 
-    /// Index of a row in tensors of one value per row: (batch, query head, row).
+    /// Index of a row in a tensor (batch, query head, row).
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn index(&self, p: &AttentionParams, row: Row) -> usize {
         (self.batch as usize * p.q_heads as usize + row.head as usize) * p.q_len as usize
@@ -235,15 +236,14 @@ impl Rows {
     }
 }
 
-/// Of so many heads, those whose keys and values share the L2 cache.
+/// KV heads of a section, out of `heads`: their K and V share the L2 cache.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn section(p: &AttentionParams, heads: u32) -> u32 {
     let group = Group::new(p.q_heads, p.kv_heads).size;
     if p.l2_section == 0 { heads } else { quotient(p.l2_section, group) }
 }
 
-/// The row tile of a block, and the number of its head, of so many heads that have so many tiles
-/// each.
+/// The row tile and the head index of CTA `block`, for `heads` heads of `tiles` row tiles each.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn in_order(block: u32, section: u32, heads: u32, tiles: u32) -> (u32, u32) {
     let nth = quotient(block, section * tiles);
@@ -253,8 +253,8 @@ fn in_order(block: u32, section: u32, heads: u32, tiles: u32) -> (u32, u32) {
     (tiles - 1 - tile, nth * section + within - tile * here)
 }
 
-/// Ends a row: its sink joins. Returns the factor that makes its output of what was accumulated,
-/// and its log-sum-exp. Padding has no output and no sum, and no sink either.
+/// Finishes a row: adds the attention sink, and returns the factor that normalises the accumulated
+/// output, and the log-sum-exp. Padding rows give 0 and -inf, without a sink.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn close<T: Element>(
     p: &AttentionParams,
@@ -274,8 +274,8 @@ pub fn close<T: Element>(
     (rescale * state.normaliser(), state.log_sum_exp())
 }
 
-/// Ends the rows that a lane holds a part of: writes their log-sum-exps, where lse is bound, and
-/// returns what their output is multiplied by. `row(m, half)` is a lane's row.
+/// Finishes the rows that a lane holds a part of: writes their log-sum-exps unless lse is null, and
+/// returns the factors that normalise the output. `row(m, half)` is a lane's row.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn close_all<T: Element, const M: usize>(
     p: &AttentionParams,

@@ -1,10 +1,10 @@
 //! The online softmax on score fragments.
 //!
-//! A lane keeps the states of the rows that it holds a part of. Sums cover the lane's own columns
-//! and are added up once, by [`total`]. Maxima are the same in the four lanes of a row, which agree
-//! on them by shuffles: at every tile, or only when some score exceeds the row's maximum by more
-//! than [`SLACK`]. Weights may then be as large as `2^SLACK`, which loses no precision, and in most
-//! steps nothing is rescaled and no lane asks another (the idea is FlashAttention-4's).
+//! A lane keeps the states of the rows that it holds a part of. Its sums cover its own columns;
+//! [`total`] adds the sums of the four lanes of a row at the end. Row maxima are equal in these
+//! lanes, which exchange them by shuffles: at every tile, or only when some score exceeds the row's
+//! maximum by more than [`SLACK`]. P may then be as large as `2^SLACK`, which loses no precision,
+//! and most steps need neither rescale nor shuffle (the lazy rescale of FlashAttention-4).
 
 use super::fragment::{Fragments, column_of};
 use crate::concept::mask::Visible;
@@ -15,10 +15,10 @@ use crate::simt::{any_sync, max, rcp, shfl_xor_f32};
 /// States of a lane's rows: two in each of `M` blocks.
 pub type States<const M: usize> = [[SoftmaxState; 2]; M];
 
-/// How far a score (times log2 e) may exceed the maximum that it is weighed against.
+/// Lazy-rescale threshold: how far a score (times log2 e) may exceed the lagged row maximum.
 pub const SLACK: f32 = 8.0;
 
-/// The way from q·k to the log2 domain: an adjustment that most calls do without, then a positive
+/// Steps from q·k to the log2 domain: an adjustment that most calls do not need, then a positive
 /// factor.
 #[derive(Clone, Copy)]
 pub struct ScoreScale {
@@ -28,27 +28,27 @@ pub struct ScoreScale {
 }
 
 impl ScoreScale {
-    /// From the factor on q·k and the softcap, 0 for none.
+    /// For the factor of q·k and the softcap, 0 for none.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn new(scale: f32, softcap: f32) -> Self {
         let plain = Self { scale, softcap, factor: 1.0 };
         Self { factor: plain.plain_factor() * LOG2_E, ..plain }
     }
 
-    /// The factor that is left to apply.
+    /// The factor to apply after [`adjust`](Self::adjust).
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn factor(self) -> f32 {
         self.factor
     }
 
-    /// The factor without log2(e): what makes scores of q·k.
+    /// The factor without log2(e), which gives scores in natural units.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn plain_factor(self) -> f32 {
         if self.softcap > 0.0 { self.softcap } else { self.scale.abs() }
     }
 
-    /// Leaves scores that need nothing but the factor: tanh of them where there is a softcap, and,
-    /// because maxima are taken before the factor, the negative of them where the scale is.
+    /// Adjusts scores so that only the factor remains: tanh with a softcap; negation if the scale
+    /// is negative, because maxima are taken before the factor.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn adjust<const M: usize, const N8: usize>(self, scores: &mut Fragments<M, N8>) {
         if self.softcap > 0.0 {
@@ -71,8 +71,8 @@ fn each<const M: usize, const N8: usize>(scores: &mut Fragments<M, N8>, f: impl 
     }
 }
 
-/// Hides what a row does not see of the keys from `begin` on; `visible(m, half)` is what a lane's
-/// row sees.
+/// Hides keys from `begin` on that a row does not see; `visible(m, half)` are the keys that a
+/// lane's row sees.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn mask<const M: usize, const N8: usize>(
     scores: &mut Fragments<M, N8>,
@@ -94,7 +94,7 @@ pub fn mask<const M: usize, const N8: usize>(
     }
 }
 
-/// Hides the keys from `begin` on that are nowhere.
+/// Hides keys from `begin` on that lie outside of the cache.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn hide<const M: usize, const N8: usize>(
     scores: &mut Fragments<M, N8>,
@@ -114,8 +114,7 @@ pub fn hide<const M: usize, const N8: usize>(
     }
 }
 
-/// Turns scores into softmax weights against the rows' new maxima, and rescales what was
-/// accumulated against the old ones.
+/// Turns scores into P with the rows' new maxima, and rescales the accumulators.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn weigh<const M: usize, const N8: usize, const D8: usize>(
     states: &mut States<M>,
@@ -135,8 +134,8 @@ pub fn weigh<const M: usize, const N8: usize, const D8: usize>(
     }
 }
 
-/// Turns scores into softmax weights; where a maximum must rise by more than [`SLACK`], rescales
-/// what was accumulated against the old ones.
+/// Turns scores into P with lagged row maxima; rescales the accumulators where a score exceeds a
+/// maximum by more than [`SLACK`].
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn weigh_with_slack<const M: usize, const N8: usize, const D8: usize>(
     states: &mut States<M>,
@@ -153,8 +152,8 @@ pub fn weigh_with_slack<const M: usize, const N8: usize, const D8: usize>(
     });
 }
 
-/// Turns scores into softmax weights; where maxima must rise, `rescale(m, half, factor)` multiplies
-/// what the lane's row accumulated against the old one.
+/// Turns scores into P with lagged row maxima; `rescale(m, half, factor)` rescales the accumulators
+/// of a lane's row.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn weigh_and_rescale<const M: usize, const HALVES: usize, const N8: usize>(
     states: &mut States<M>,
@@ -185,7 +184,7 @@ pub fn weigh_and_rescale<const M: usize, const HALVES: usize, const N8: usize>(
     }
 }
 
-/// Raises all maxima to the largest score so far.
+/// Raises all row maxima to the largest score so far.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn raise<const M: usize, const HALVES: usize, const N8: usize>(
     states: &mut States<M>,
@@ -213,8 +212,8 @@ fn largest<const N8: usize>(scores: &[[f32; 4]; N8], half: usize) -> f32 {
     largest
 }
 
-/// [`weigh_with_slack`] on scores as they are, so that those of any size lose nothing. The states'
-/// maxima are as they are too, without the factor log2(e), until [`to_log2`].
+/// [`weigh_with_slack`] on scores in natural units, so that scores of any size stay exact. The
+/// states' maxima lack the factor log2(e) too, until [`to_log2`].
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn weigh_plain<const M: usize, const N8: usize, const D8: usize>(
     states: &mut States<M>,
@@ -260,8 +259,8 @@ fn plain(SoftmaxState { max, sum }: SoftmaxState) -> PlainState {
     PlainState { max, sum }
 }
 
-/// States of [`weigh_plain`] as others have them. A finite maximum stays finite: a row whose keys
-/// all have the lowest number as their bias is not one without keys.
+/// Converts states of [`weigh_plain`] to the log2 domain. A finite maximum stays finite: a row
+/// whose keys all have the lowest f32 as their bias still has keys.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn to_log2<const M: usize>(states: States<M>) -> States<M> {
     let log2 = |state: SoftmaxState| {
@@ -274,8 +273,8 @@ pub fn to_log2<const M: usize>(states: States<M>) -> States<M> {
     states.map(|block| block.map(log2))
 }
 
-/// Turns the scores of a lane's row into weights against its new maximum; returns the factor for
-/// what was accumulated against the old one.
+/// Turns the scores of a lane's row into P with its new maximum; returns the rescale factor of the
+/// accumulators.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn weigh_row<const N8: usize>(
     state: &mut SoftmaxState,
@@ -288,7 +287,7 @@ pub fn weigh_row<const N8: usize>(
     rescale
 }
 
-/// Turns the scores of a lane's row into weights against its maximum, which none of them exceeds.
+/// Turns the scores of a lane's row into P with its maximum, which no score exceeds.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn weigh_against<const N8: usize>(
     state: &mut SoftmaxState,

@@ -1,25 +1,25 @@
-//! Tiles in shared memory whose rows are not padded but swizzled, 16 bytes at a time.
+//! Swizzled tiles in shared memory, 16 bytes at a time.
 //!
-//! `ldmatrix` reads 16 bytes of each of eight rows at once, which must lie in different banks. Rows
-//! of [`padded::Tile`](super::padded::Tile) see to it by padding, but then a row starts anywhere in
-//! a 128-byte line of shared memory, and copies from global memory, which come in whole lines,
-//! write two lines each: streaming K and V is a tenth to a quarter slower (`docs/perf-log.md`).
-//! Here row `r` keeps its place and its units change theirs: unit `u` is at `u ^ x(r)`, where `x`
-//! runs through all numbers below the largest power of two that divides the units of a row, 8 at
-//! most, as fast as rows come back to the same banks.
+//! `ldmatrix` reads 16 bytes of each of eight rows at once, which must lie in different banks.
+//! [`padded::Tile`](super::padded::Tile) pads its rows for that, but then a row may start anywhere
+//! in a 128-byte line of shared memory, and copies from global memory, which come in whole lines,
+//! write two lines each: streaming K and V is 10 to 25 % slower (`docs/perf-log.md`). Here rows are
+//! not padded and the 16-byte units of a row are permuted: unit `u` of row `r` lies at `u ^ x(r)`.
+//! `x` takes all values below the largest power of two, at most 8, that divides the number of units
+//! of a row, and advances whenever rows return to the same banks.
 //!
-//! `wgmma` reads rows of 128 bytes: for it wider ones are cut into chunks of eight units, chunk by
-//! chunk a tile of its own.
+//! `wgmma` reads rows of 128 bytes: for it, wider rows are cut into chunks of eight units, and each
+//! chunk is a tile of its own.
 
 use crate::num::{Element, f16};
 use crate::simt::{Global, Shared, cp_async_16, lane};
 use bytemuck::Pod;
 use core::ops::Range;
 
-/// Rows of `D8` units each, `D8` even.
+/// A tile with rows of `D8` units each, `D8` even.
 pub struct Swizzled<T, const D8: usize> {
     start: Shared<T>,
-    /// Rows of each chunk; 0: rows are whole.
+    /// Rows of each chunk; 0 if rows are whole.
     chunk: u32,
 }
 
@@ -44,17 +44,17 @@ pub const fn chunked_bytes(rows: u32, d8: usize) -> u32 {
 impl<T: Pod, const D8: usize> Swizzled<T, D8> {
     /// Elements of a unit.
     pub const PER_UNIT: u32 = 16 / size_of::<T>() as u32;
-    /// Units that trade places.
+    /// Number of units that the swizzle permutes among each other.
     const GROUP: u32 = 1 << (D8 as u32 | 8).trailing_zeros();
 
-    /// The tile that starts `bytes` bytes, a multiple of 128, into the block's shared memory.
+    /// The tile at byte offset `bytes`, a multiple of 128, in the CTA's shared memory.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn at(bytes: u32) -> Self {
         Self { start: Shared::at(bytes), chunk: 0 }
     }
 
-    /// The tile of `rows` rows, a multiple of 8, in chunks, that starts `bytes` bytes, a multiple
-    /// of 1024, into the block's shared memory.
+    /// The tile of `rows` rows, a multiple of 8, in chunks, at byte offset `bytes`, a multiple of
+    /// 1024, in the CTA's shared memory.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn in_chunks_at(bytes: u32, rows: u32) -> Self {
         Self { start: Shared::at(bytes), chunk: rows }
@@ -66,13 +66,13 @@ impl<T: Pod, const D8: usize> Swizzled<T, D8> {
         self.start.address()
     }
 
-    /// Where unit `unit` of row `row` is.
+    /// Address of unit `unit` of row `row`.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn place(self, row: u32, unit: u32) -> Shared<T> {
         self.start.offset(self.number(row, unit) * Self::PER_UNIT)
     }
 
-    /// Number of the 16 bytes that hold unit `unit` of row `row`.
+    /// Index, in units of 16 bytes, of unit `unit` of row `row`.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn number(self, row: u32, unit: u32) -> u32 {
         if self.chunk == 0 {
@@ -88,13 +88,13 @@ impl<T: Pod, const D8: usize> Swizzled<T, D8> {
         if self.chunk == 0 { D8 as u32 } else { 8 }
     }
 
-    /// What starts at unit `unit`, a multiple of 8, of each row, seen as a tile.
+    /// The part of the tile that starts at unit `unit`, a multiple of 8, of each row.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn from_unit(self, unit: u32) -> Self {
         Self { start: self.place(0, unit), ..self }
     }
 
-    /// What starts at row `row`, a multiple of 8, seen as a tile.
+    /// The part of the tile that starts at row `row`, a multiple of 8.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn from(self, row: u32) -> Self {
         Self { start: self.start.offset(row * self.pitch() * Self::PER_UNIT), ..self }
@@ -102,15 +102,15 @@ impl<T: Pod, const D8: usize> Swizzled<T, D8> {
 }
 
 impl<const D8: usize> Swizzled<f16, D8> {
-    /// Number of the 16 bytes that hold unit `unit` of row `row`.
+    /// Index, in units of 16 bytes, of unit `unit` of row `row`.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) const fn index(row: u32, unit: u32) -> u32 {
         row * D8 as u32 + (unit ^ (row * Self::GROUP / 8 % Self::GROUP))
     }
 }
 
-/// How the `THREADS` threads of a block share the copying of rows: eight side by side, which read
-/// whole cache lines, or four where rows are no multiple of eight units.
+/// How the `THREADS` threads of a CTA share copying rows: eight threads per row, which read whole
+/// cache lines, or four where rows are no multiple of eight units.
 #[derive(Clone, Copy)]
 pub struct RowCopy<const UNITS: usize, const THREADS: u32> {
     /// This thread's first row.
@@ -120,19 +120,19 @@ pub struct RowCopy<const UNITS: usize, const THREADS: u32> {
 }
 
 impl<const UNITS: usize, const THREADS: u32> RowCopy<UNITS, THREADS> {
-    /// Threads on a row.
+    /// Threads per row.
     const ACROSS: u32 = if UNITS % 8 == 0 { 8 } else { 4 };
-    /// Rows that the block copies at once.
+    /// Rows that the CTA copies at a time.
     const DOWN: u32 = THREADS / Self::ACROSS;
 
-    /// The part of `thread`, this one.
+    /// The share of `thread`, the calling thread.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn of(thread: u32) -> Self {
         Self { row: thread / Self::ACROSS, unit: thread % Self::ACROSS }
     }
 
-    /// Starts copying `rows` rows, a constant: `source(row)` is where one starts, and whether it is
-    /// there at all. Other rows, and columns from `width` on, become zero.
+    /// Starts copying `rows` rows, a constant: `source(row)` is a row's address and whether the row
+    /// exists. Missing rows, and columns from `width` on, become zero.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn start<T: Element>(
         self,
@@ -161,8 +161,8 @@ impl<const UNITS: usize, const THREADS: u32> RowCopy<UNITS, THREADS> {
         (source, stride): (Global<T>, u64),
         keys: Range<u32>,
     ) {
-        // What is common to the block stays apart from what is the thread's own: it then takes
-        // uniform registers.
+        // The address is a CTA-uniform base plus a per-thread part, so that the base takes uniform
+        // registers.
         let row = keys.start + self.row;
         let mine = source.offset((u64::from(row) * stride) as usize);
         self.start(tile, rows, width, |r| {
@@ -186,7 +186,7 @@ impl<const UNITS: usize, const THREADS: u32> RowCopy<UNITS, THREADS> {
         for further in (0..UNITS as u32).step_by(Self::ACROSS as usize) {
             let unit = self.unit + further;
             if further + Self::ACROSS <= UNITS as u32 || unit < UNITS as u32 {
-                // Units trade places within the `ACROSS` only, but chunks lie apart.
+                // Units are permuted only within groups of `ACROSS`; chunks lie apart.
                 let place = if tile.chunk == 0 {
                     place.offset(further * T::PER_VEC).address()
                 } else {
@@ -199,20 +199,21 @@ impl<const UNITS: usize, const THREADS: u32> RowCopy<UNITS, THREADS> {
     }
 }
 
-/// A lane's part in copying rows that lie side by side in global memory: units `lane`, `lane + 32`,
-/// … of the tile. Where they go repeats after `PERIOD` of them, as many rows further on.
+/// A lane's share in copying rows that are contiguous in global memory: units `lane`, `lane + 32`,
+/// … of the tile. The pattern of destinations repeats every `PERIOD` units of a lane, some rows
+/// below.
 #[derive(Clone, Copy, Default)]
 pub struct WarpCopy<const D8: usize> {
-    /// Bytes from the start of the tile; the first `PERIOD` are in use.
+    /// Byte offsets in the tile; the first `PERIOD` are in use.
     places: [u32; 8],
-    /// Bytes from each to the one `PERIOD` further on.
+    /// Bytes from a destination to the one `PERIOD` units later.
     further: u32,
 }
 
 impl<const D8: usize> WarpCopy<D8> {
     const PERIOD: usize = if D8 % 4 == 0 { D8 / 4 } else { D8 / 2 };
 
-    /// The part of `lane`, this thread's, of tiles like this one.
+    /// The share of `lane`, the calling lane, for tiles like this one.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn of<T: Pod>(lane: u32, tile: Swizzled<T, D8>) -> Self {
         let place = |i| {
@@ -224,7 +225,7 @@ impl<const D8: usize> WarpCopy<D8> {
         Self { places: core::array::from_fn(place), further: rows * tile.pitch() * 16 }
     }
 
-    /// Starts copying `rows` rows, a constant, from `source` on; those from `valid` on become zero.
+    /// Starts copying `rows` rows, a constant, from `source` on; rows from `valid` on become zero.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn start<T: Pod>(&self, tile: Swizzled<T, D8>, rows: u32, source: Global<T>, valid: u32) {
         let units = (valid.min(rows) * D8 as u32).saturating_sub(lane());
@@ -239,8 +240,8 @@ impl<const D8: usize> WarpCopy<D8> {
 }
 
 impl<const D8: usize> WarpCopy<D8> {
-    /// As [`start`](Self::start), of rows that are `stride` elements apart; a power of two of
-    /// units.
+    /// [`start`](Self::start) for rows that are `stride` elements apart; a row has a power of two
+    /// of units.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn start_apart<T: Pod>(
         &self,
@@ -264,38 +265,38 @@ impl<const D8: usize> WarpCopy<D8> {
     }
 }
 
-/// A lane's part in reading 16 rows of two units by `ldmatrix`: its row, and its unit of each pair.
-/// Pairs are alike after as many as hold a group.
+/// A lane's share in reading 16 rows of two units by `ldmatrix`: its row, and its unit of each
+/// pair. The pattern repeats after the pairs of one swizzle group.
 #[derive(Clone, Copy)]
 pub struct WarpRead<const D8: usize> {
-    /// Bytes from the start of the tile; the first `PERIOD` are in use.
+    /// Byte offsets in the tile; the first `PERIOD` are in use.
     places: [u32; 4],
 }
 
 impl<const D8: usize> WarpRead<D8> {
     const PERIOD: usize = Swizzled::<f16, D8>::GROUP as usize / 2;
 
-    /// This thread's part.
+    /// The calling lane's share.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn of_this_lane() -> Self {
         Self::of(lane())
     }
 
-    /// The part of `lane`, this thread's: the four 8×8 blocks in the order upper left, upper right,
-    /// lower left, lower right. Of keys, that is two right operands one behind the other.
+    /// The share of `lane`, the calling lane, with the four 8×8 blocks in the order upper left,
+    /// upper right, lower left, lower right. For keys these are two B operands one after the other.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn of(lane: u32) -> Self {
-        // As `at`, which decode kernels do not call: they would come out in another order, and
-        // measured they are as they are.
+        // Not written as a call of `at`: that would reorder the decode kernels' instructions, which
+        // are measured as they are.
         let (row, unit) = (lane / 16 * 8 + lane % 8, lane / 8 % 2);
         let place = |pair| 16 * Swizzled::<f16, D8>::index(row, 2 * pair as u32 + unit);
         let places = core::array::from_fn(|pair| if pair < Self::PERIOD { place(pair) } else { 0 });
         Self { places }
     }
 
-    /// The same in the order upper left, lower left, upper right, lower right: a left operand or,
-    /// of values and transposed, two right ones. An operand that is not in registers side by side
-    /// costs a move for each.
+    /// [`of`](Self::of) in the order upper left, lower left, upper right, lower right: an A operand
+    /// or, for values, transposed, two B operands. Each operand then lies in adjacent registers;
+    /// the other order would cost moves.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn by_columns(lane: u32) -> Self {
         Self::at(lane % 16, lane / 16)
@@ -308,7 +309,7 @@ impl<const D8: usize> WarpRead<D8> {
         Self { places }
     }
 
-    /// What the lane tells `ldmatrix` of rows `16 block ..` and units `2 pair ..`.
+    /// The lane's `ldmatrix` address for rows `16 block ..` and units `2 pair ..`.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn address<T: Pod>(&self, tile: Swizzled<T, D8>, block: usize, pair: usize) -> u32 {
         let further = (pair / Self::PERIOD * Self::PERIOD * 32) as u32;

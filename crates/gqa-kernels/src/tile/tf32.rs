@@ -1,25 +1,25 @@
 //! Products of float32 tiles by `mma.m16n8k8`, which multiplies TF32: float32 with 10 bits of
 //! significand instead of 23.
 //!
-//! An element is cut into the nearest TF32 and the exact rest, `x = big + small`, and each product
-//! becomes three, known as 3xTF32:
+//! An element is split into the nearest TF32 and the exact remainder, `x = big + small`, and each
+//! product becomes three ("3xTF32"), smallest first:
 //!
 //! ```text
 //! a · b  =  a_small · b_big + a_big · b_small + a_big · b_big
 //!        (a_small · b_small, at most 2^-22 |a · b|, is left out)
 //! ```
 //!
-//! small ones first. Of the rest, which has 12 bits and a sign, the tensor cores drop the last one.
-//! Elements are cut where they are read: tiles stay float32. Tensor cores also round sums towards
-//! zero, so no sum gets long in them: scores are added up over 64 columns, weighted values over a
-//! tile of keys, and those sums by ordinary additions.
+//! The remainder has 12 bits and a sign; the tensor cores drop its last bit. Tiles stay float32:
+//! elements are split when they are read. Tensor cores also round sums towards zero, so they
+//! accumulate only short sums: scores over 64 columns, P · V over one tile of keys. f32 additions
+//! accumulate these.
 //!
 //! Scores lie in a warp as in [`fragment`](super::fragment). The inner dimension of a product may
-//! be taken in any order: so a lane's two scores of a row are, as they are, columns `l%4` and
-//! `l%4 + 4` of a left operand whose columns stand for keys 0, 2, 4, 6, 1, 3, 5, 7. So may the
-//! columns of the output: a lane reads `B` neighbouring values of a key at once, four where rows
-//! are a multiple of 32 long and else two, and takes each for a column of another block of 8. Of
-//! the output's `8 B` columns it holds
+//! be taken in any order. So a lane's two scores of a row serve as columns `l%4` and `l%4 + 4` of
+//! an A operand whose columns are keys 0, 2, 4, 6, 1, 3, 5, 7, without a shuffle. The columns of
+//! the output may be permuted as well: a lane reads `B` neighbouring values of a key at once, four
+//! where the row length is a multiple of 32 and else two, and uses each as a column of another
+//! block of 8. Of the output's `8 B` columns it holds
 //!
 //! ```text
 //!                          row l/4         row l/4 + 8
@@ -35,7 +35,7 @@ use crate::simt::{lane, ld_shared, ldmatrix_x4, mma_m16n8k8_tf32};
 /// Half a unit in the last place of TF32.
 const HALF_UNIT: u32 = 1 << 12;
 
-/// Elements, each as the nearest TF32 and the rest.
+/// Elements, each as the nearest TF32 and the remainder.
 #[derive(Clone, Copy)]
 struct Split<const N: usize> {
     big: [u32; N],
@@ -73,7 +73,7 @@ fn multiply<const M: usize, const C: usize>(
     }
 }
 
-/// Blocks of 8 columns of which products are added up in the tensor cores.
+/// Blocks of 8 columns over which the tensor cores accumulate a score.
 const APART: usize = 8;
 
 /// `scores = queries · keysᵀ` over `N8` blocks of 8 keys. `queries` starts at the warp's first row.
@@ -118,19 +118,18 @@ fn add<const M: usize, const C: usize>(sum: &mut Fragments<M, C>, part: &Fragmen
     }
 }
 
-/// A lane's part in reading values: the elements, from the start of eight keys' rows, at which it
-/// reads of the even and of the odd key of its two.
+/// A lane's share in reading values: element offsets, from the start of eight keys' rows, of the
+/// lane's even and odd key.
 #[derive(Clone, Copy)]
 pub struct ValueRead<const UNITS: usize> {
     places: [u32; 2],
 }
 
 impl<const UNITS: usize> ValueRead<UNITS> {
-    /// Blocks of 8 columns that a lane reads at once: as many as it takes neighbouring values of
-    /// each key.
+    /// Blocks of 8 columns that a lane reads at once: one per neighbouring value of a key.
     const BLOCKS: usize = if UNITS % 8 == 0 { 4 } else { 2 };
 
-    /// This lane's part.
+    /// The calling lane's share.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn of_this_lane() -> Self {
         let (key, column) = (lane() % 4 * 2, lane() / 4 * Self::BLOCKS as u32);
@@ -141,7 +140,7 @@ impl<const UNITS: usize> ValueRead<UNITS> {
         Self { places: [place(key), place(key + 1)] }
     }
 
-    /// Right operands of keys `8 block ..` and `BLOCKS` blocks of columns, the `part`-th so many.
+    /// B operands of keys `8 block ..` and of the `part`-th group of `BLOCKS` blocks of columns.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn load(&self, values: Swizzled<f32, UNITS>, block: usize, part: usize) -> [Split<2>; 4] {
         let columns = (8 * Self::BLOCKS * part) as u32;
@@ -158,8 +157,7 @@ impl<const UNITS: usize> ValueRead<UNITS> {
     }
 }
 
-/// `out = out · rescale + weights · values` over `N8` blocks of 8 keys, each row with its own
-/// factor.
+/// `out = out · rescale + weights · values` over `N8` blocks of 8 keys, with one factor per row.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn accumulate<const M: usize, const D8: usize, const UNITS: usize, const N8: usize>(
     out: &mut Fragments<M, D8>,

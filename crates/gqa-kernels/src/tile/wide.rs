@@ -1,6 +1,6 @@
-//! Products of swizzled tiles where several warps share query rows: each scores some of the keys,
-//! all weights meet in a tile in shared memory, and each warp accumulates some of the columns. So
-//! heads whose output does not fit one warp's registers do fit.
+//! Products of swizzled tiles where several warps share query rows, for heads whose output does not
+//! fit one warp's registers. Each warp computes the scores of some keys and stores its P in a tile
+//! in shared memory; then each warp accumulates some columns of the output over all of P.
 //!
 //! Scores and output lie in a warp as in [`fragment`](super::fragment).
 
@@ -9,7 +9,7 @@ use super::swizzle::{Swizzled, WarpRead};
 use crate::num::MmaElement;
 use crate::simt::{ldmatrix_x4, ldmatrix_x4_trans, st_shared};
 
-/// Writes weights to blocks `first ..` of 8 keys of as many rows.
+/// Writes P to blocks `first ..` of 8 keys of the tile's rows.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn store_weights<T: MmaElement, const M: usize, const K8: usize, const N8: usize>(
     weights: &Fragments<M, N8>,
@@ -27,7 +27,7 @@ pub fn store_weights<T: MmaElement, const M: usize, const K8: usize, const N8: u
     }
 }
 
-/// `out += weights · values` over all keys of the tiles, and the first `D8` blocks of 8 columns of
+/// `out += weights · values` over all keys of the tiles, for the first `D8` blocks of 8 columns of
 /// `values`.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn accumulate<

@@ -1,5 +1,5 @@
-//! The merge of a cluster's results through distributed shared memory, and of the splits' results
-//! through global memory.
+//! Merges the results of a cluster's CTAs through distributed shared memory, and the results of KV
+//! splits through global memory.
 
 use super::layout::{Heads, Layout};
 use super::products::Products;
@@ -16,18 +16,19 @@ use crate::simt::{
 use crate::tile::copy::UNIT;
 use crate::tile::rows::{Row, Rows, close};
 
-/// Bytes of a row's maximum and sum, and of eight columns.
+/// Bytes of a row's maximum and sum, and of a unit: eight f32 columns of a row.
 const STATE_BYTES: u32 = 8;
 const UNIT_BYTES: u32 = 32;
 
-/// A block's inbox: `barrier | states (rank, row) | columns (rank, own unit)`. A unit is eight
-/// columns of a row; unit `u` is column group `u % D8` of row `u / D8`.
+/// A CTA's DSMEM reduction buffer: `barrier | states (rank, row) | columns (rank, own unit)`. Unit
+/// `u` is column group `u % D8` of row `u / D8`. Each rank owns a range of units: all ranks send it
+/// their partial results of these.
 #[derive(Clone, Copy)]
 pub(super) struct Mailbox<const D8: usize> {
     place: Place,
     /// Rows of the tile.
     rows: u32,
-    /// Units of the most that a rank owns.
+    /// Most units that a rank owns.
     each: u32,
     /// 2^32 / `each`, rounded down.
     inverse: u32,
@@ -41,7 +42,7 @@ impl<const D8: usize> Mailbox<D8> {
         Self::STATES + MAX_RANKS * rows * STATE_BYTES + (rows * D8 as u32 + MAX_RANKS) * UNIT_BYTES
     }
 
-    /// The inbox of a rank.
+    /// The buffer of this CTA, rank `place.rank`.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn new(rows: &Rows, place: Place) -> Self {
         let units = rows.count() * D8 as u32;
@@ -49,7 +50,8 @@ impl<const D8: usize> Mailbox<D8> {
         Self { place, rows: rows.count(), each, inverse: u32::MAX / each }
     }
 
-    /// Makes the inbox ready; nothing may be sent before [`wait_for_all`](Self::wait_for_all).
+    /// Initialises the buffer's barrier; peers may send only after
+    /// [`wait_for_all`](Self::wait_for_all).
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn open(self) {
         if thread_idx() == 0 {
@@ -61,34 +63,34 @@ impl<const D8: usize> Mailbox<D8> {
         cluster_arrive_relaxed();
     }
 
-    /// Lets the others write where the block has read until now; they wait for that in
-    /// [`wait_for_all`](Self::wait_for_all).
+    /// Releases shared memory that this CTA has read until now, so that peers may write into it
+    /// after [`wait_for_all`](Self::wait_for_all).
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn empty(self) {
         cluster_wait();
         cluster_arrive();
     }
 
-    /// Waits until all inboxes of the cluster are ready.
+    /// Waits until every buffer of the cluster may be written.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn wait_for_all(self) {
         cluster_wait();
     }
 
-    /// Waits until everything has come in.
+    /// Waits until the partial results of all ranks have arrived.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn wait(self) {
         mbarrier_wait_cluster(Self::barrier(), 0);
     }
 
-    /// Units of this rank.
+    /// Units that this rank owns.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn owned(self) -> u32 {
         let units = self.rows * D8 as u32;
         units.saturating_sub(self.place.rank * self.each).min(self.each)
     }
 
-    /// Whether each of so many threads has a column at most.
+    /// Whether each of `threads` threads has at most one column to sum.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn has_few_units(self, threads: u32) -> bool {
         self.each * UNIT <= threads
@@ -100,14 +102,14 @@ impl<const D8: usize> Mailbox<D8> {
         (self.rows * D8 as u32).div_ceil(self.each)
     }
 
-    /// Row and column of the rank's column number `i`.
+    /// Row and column of number `i` of the columns that this rank owns.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn column(self, i: u32) -> (u32, u32) {
         let unit = self.place.rank * self.each + i / UNIT;
         (unit / D8 as u32, unit % D8 as u32 * UNIT + i % UNIT)
     }
 
-    /// Where a block's first thread tells the others how many splits came before.
+    /// Where the CTA's first thread broadcasts how many splits arrived before this one.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn flag() -> Shared<u32> {
         Shared::at(8)
@@ -124,7 +126,7 @@ impl<const D8: usize> Mailbox<D8> {
         Shared::at(Self::STATES).offset(from * self.rows + r)
     }
 
-    /// Where unit number `i` of the owner's from rank `from` arrives.
+    /// Where number `i` of the owner's units arrives from rank `from`.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn unit(self, from: u32, i: u32) -> Shared<f32> {
         let units = Self::STATES + self.place.ranks * self.rows.next_multiple_of(2) * STATE_BYTES;
@@ -143,7 +145,7 @@ impl<const D8: usize> Mailbox<D8> {
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn send_half(self, half: u32, columns: [f32; 4]) {
         let unit = half / 2;
-        // Exact for few units, and shorter than a division.
+        // Division by `each`; exact for so few units, and cheaper than a division.
         let to = (((u64::from(unit) + 1) * u64::from(self.inverse)) >> 32) as u32;
         let place = self.unit(self.place.rank, unit - to * self.each).offset(half % 2 * UNIT / 2);
         let barrier = peer_address(Self::barrier(), to);
@@ -163,12 +165,12 @@ impl<
     P: Products,
 > Decode<D8, UNITS, M, HALVES, N8, WARPS, STAGES, H, P>
 {
-    /// Threads that merge a row of the block's results.
+    /// Threads that merge a row of the CTA's partial results.
     const ACROSS: u32 = Self::THREADS / Self::ROWS;
     pub(super) const MAILBOX_BYTES: u32 =
         Mailbox::<D8>::bytes(Self::ROWS).next_multiple_of(if P::IN_CHUNKS { 1024 } else { 128 });
 
-    /// Sends the block's result to the owners.
+    /// Sends this CTA's partial results to their owners.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn send(rows: &Rows, mailbox: Mailbox<D8>) {
         if Self::SHARES_MAILBOX {
@@ -189,7 +191,7 @@ impl<
         }
     }
 
-    /// Writes the result of a block that is a cluster, or leaves it to the last split.
+    /// Writes the result of a CTA that has no peers, or stores it for the last split.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn finish_alone<L: Layout, T: MmaElement>(
         p: &DecodeParams,
@@ -224,7 +226,7 @@ impl<
         }
     }
 
-    /// What is left to do where a block is not alone, `N` columns at a time.
+    /// Finishes where the CTA has peers or splits: sums `N` columns at a time and writes them.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn finish<L: Layout, T: MmaElement, const N: usize>(
         p: &DecodeParams,
@@ -241,8 +243,8 @@ impl<
         }
     }
 
-    /// Waits for what the others send, adds it up, and writes the rank's columns or leaves them to
-    /// the last split.
+    /// Waits for the peers' partial results, sums them, and writes the owned columns or stores them
+    /// for the last split.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn finish_received<L: Layout, T: MmaElement, const N: usize>(
         p: &DecodeParams,
@@ -270,7 +272,7 @@ impl<
         }
     }
 
-    /// In the last split to come, adds up what all of them left, and writes the rank's columns.
+    /// In the CTA that arrives last, sums what all splits stored and writes the owned columns.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn finish_splits<L: Layout, T: MmaElement, const N: usize>(
         p: &DecodeParams,
@@ -292,25 +294,27 @@ impl<
         }
     }
 
-    /// The thread's columns among the rank's, in pieces of `N`: the first of each.
+    /// First columns of this thread's groups of `N` among the owned columns.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn owned<const N: usize>(mailbox: Mailbox<D8>) -> Rolled {
         Rolled(thread_idx() * N as u32..mailbox.owned() * UNIT, Self::THREADS * N as u32)
     }
 }
 
-/// Where results go.
+/// Output tensors.
 #[derive(Clone, Copy)]
 pub(super) struct Output<T> {
     pub head_sink: Global<T>,
     pub results: Results<T>,
     pub lse: Global<f32>,
-    /// Tokens of all sequences, where lse is (query head, token); 0: it is (batch, query head, S).
+    /// Number of packed tokens where lse is (query head, token); 0 where it is (batch, query head,
+    /// S).
     pub tokens: u32,
 }
 
 impl<T: MmaElement> Output<T> {
-    /// Ends columns of a row, one or eight, and with the first ones the row.
+    /// Normalises and writes one or eight columns of a row; with the first columns also the
+    /// log-sum-exp.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn write<const N: usize>(
         self,
@@ -340,8 +344,8 @@ impl<T: MmaElement> Output<T> {
     }
 }
 
-/// Where the splits of a call meet: partial columns (split, batch, query head, S, head size),
-/// partial states (split, cluster, rank, row), arrivals (cluster, rank).
+/// Scratch memory of the KV splits: partial columns (split, batch, query head, S, head size),
+/// partial states (split, cluster, rank, row), arrival counters (cluster, rank).
 #[derive(Clone, Copy)]
 pub(super) struct Splits {
     pub columns: Global<f32>,
@@ -363,7 +367,7 @@ impl Splits {
         owner as usize * p.rows as usize + r as usize
     }
 
-    /// Leaves columns of this split, one or eight.
+    /// Stores one or eight columns of this split.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn leave<const N: usize>(
         self,
@@ -383,15 +387,15 @@ impl Splits {
         }
     }
 
-    /// Leaves the state of a row of this split: once, by the thread that has the rank's first
-    /// column of it.
+    /// Stores the state of a row of this split; the thread with the rank's first column of the row
+    /// calls it.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn leave_state(self, p: &DecodeParams, place: Place, r: u32, state: SoftmaxState) {
         self.states.store(Self::state_of(p, place, place.split, r), [state.max, state.sum]);
     }
 
-    /// Tells the other splits' owners of the same columns; true in the block that comes last, which
-    /// then sees what all of them left.
+    /// Counts this CTA's arrival among the splits that own the same columns. Returns true in the
+    /// last CTA, which then sees what all splits stored.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn arrive_last(self, p: &DecodeParams, place: Place, flag: Shared<u32>) -> bool {
         sync_threads();
@@ -403,7 +407,7 @@ impl Splits {
         flag.load(0) == p.splits - 1
     }
 
-    /// The row's state over all splits, and what they have in columns from `column` on.
+    /// The row's state over all splits, and the sums of the columns from `column` on.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn sum<const N: usize>(
         self,
@@ -424,7 +428,7 @@ impl Splits {
 }
 
 impl<const D8: usize> Mailbox<D8> {
-    /// The row's state over all ranks, and what they have in the owner's columns from `i` on.
+    /// The row's state over all ranks, and the sums of the owned columns from `i` on.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn sum<const N: usize>(self, r: u32, i: u32) -> (SoftmaxState, [f32; N]) {
         sum_of(self.place.ranks, |from| {
@@ -457,8 +461,8 @@ fn side_by_side<const N: usize>(
     values
 }
 
-/// The state of a row over `count` results, and their sums in `N` columns; of eight results all is
-/// loaded before any of it is needed.
+/// The merged state of a row over `count` partial results, and the sums of `N` columns. Eight
+/// results are loaded before the first is used.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn sum_of<const N: usize>(
     count: u32,

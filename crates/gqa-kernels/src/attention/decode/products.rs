@@ -1,5 +1,5 @@
-//! How the four warps of a team multiply its 64 rows by a tile: as a warpgroup, or each its own 16
-//! rows.
+//! How the four warps of a team multiply its 64 rows by a tile: as a warpgroup, or 16 rows per
+//! warp.
 
 use crate::num::MmaElement;
 use crate::simt::{fence_proxy_async, lane, opaque, warp, wgmma_commit, wgmma_fence, wgmma_wait};
@@ -7,34 +7,34 @@ use crate::tile::columns::{self, load_depth, load_queries};
 use crate::tile::fragment::{Fragments, accumulate, pack};
 use crate::tile::swizzle::{Swizzled, WarpRead};
 
-/// Warps of a team that shares 64 rows.
+/// Warps of a team, which share 64 rows.
 pub(super) const TEAM: u32 = 4;
 
-/// Scores of a thread where a warpgroup multiplies 64 rows by 64 keys.
+/// Scores per thread where a warpgroup multiplies 64 rows by 64 keys.
 const SCORES: usize = 32;
 
-/// Whether queries and accumulators of so many rows of a warp leave so few registers that queries
-/// stay in shared memory.
+/// Whether queries and accumulators of `rows` rows per warp take so many registers that the queries
+/// must stay in shared memory.
 pub(super) const fn is_tight(rows: u32, d8: usize) -> bool {
     rows * d8 as u32 > 384
 }
 
-/// A team's first row that is this warp's.
+/// The first of the team's rows that belongs to this warp.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) fn first_row() -> u32 {
     warp() % TEAM * 16
 }
 
-/// How a team multiplies. All its warps call the same in the same order; of results each has its 16
-/// rows, as in [`fragment`](crate::tile::fragment).
+/// How a team multiplies. All its warps make the same calls in the same order; each gets the
+/// results of its 16 rows, laid out as in [`fragment`](crate::tile::fragment).
 pub trait Products {
-    /// Whether operands lie in chunks of 128 bytes of each row.
+    /// Whether operands lie in column chunks of 128 bytes.
     const IN_CHUNKS: bool;
 
-    /// What a lane keeps while a team goes through its tiles.
+    /// Registers that a lane holds across the mainloop.
     type Lane<const D8: usize, const UNITS: usize>;
 
-    /// That of this lane, from the team's queries.
+    /// Loads them from the team's queries.
     fn lane<T: MmaElement, const D8: usize, const UNITS: usize>(
         queries: Swizzled<T, D8>,
     ) -> Self::Lane<D8, UNITS>;
@@ -46,7 +46,7 @@ pub trait Products {
         keys: Swizzled<T, UNITS>,
     ) -> Fragments<1, N8>;
 
-    /// Adds weights times a tile of values.
+    /// Adds P times a tile of values.
     fn add_values<T: MmaElement, const D8: usize, const UNITS: usize, const N8: usize>(
         lane: &Self::Lane<D8, UNITS>,
         acc: &mut Fragments<1, D8>,
@@ -54,12 +54,12 @@ pub trait Products {
         values: Swizzled<T, UNITS>,
     );
 
-    /// Before a barrier, behind which products read what this thread has written or copied.
+    /// Fence before a barrier after which products read what this thread has written or copied.
     fn fence();
 }
 
-/// By warpgroups, whose operands are in shared memory, so that an SM reads keys from there once for
-/// all rows. SM 90a has such instructions, and no other target.
+/// Warpgroup products (wgmma) with operands in shared memory: an SM reads keys from shared memory
+/// once for all rows. Only SM 90a has these instructions.
 pub struct Wgmma;
 
 impl Products for Wgmma {
@@ -130,8 +130,8 @@ fn add_to<T: MmaElement, const O: usize, const N8: usize>(
     wgmma_wait::<0>();
 }
 
-/// What `wgmma` is told of an operand in chunks with the 128-byte swizzle: eight-row groups 1024
-/// bytes apart, chunks `chunk_bytes` apart.
+/// wgmma descriptor of an operand in chunks with the 128-byte swizzle: 8-row groups 1024 bytes
+/// apart, chunks `chunk_bytes` apart.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn descriptor(address: u32, chunk_bytes: u32) -> u64 {
     const SWIZZLE_128: u64 = 1 << 62;
@@ -139,12 +139,12 @@ fn descriptor(address: u32, chunk_bytes: u32) -> u64 {
     SWIZZLE_128 | GROUP | u64::from(chunk_bytes >> 4) << 16 | u64::from(address >> 4 & 0x3fff)
 }
 
-/// By each warp on its own, which reads the tile to registers.
+/// Warp products (mma): each warp loads the tile into its registers.
 pub struct Mma;
 
-/// What a lane keeps where each warp multiplies.
+/// Registers of a lane across the mainloop.
 pub struct MmaLane<const D8: usize, const UNITS: usize> {
-    /// The warp's queries; not in use where registers are few.
+    /// The warp's queries; unused where registers are short.
     queries: columns::Queries<1, D8>,
     keys: WarpRead<UNITS>,
     values: WarpRead<UNITS>,

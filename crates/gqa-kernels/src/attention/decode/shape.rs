@@ -1,4 +1,4 @@
-//! How many blocks form a cluster, and how many clusters share a row tile's keys.
+//! Chooses the cluster size, and the number of clusters that share a row tile's keys.
 
 use super::MAX_RANKS;
 use crate::params::AttentionParams;
@@ -7,49 +7,50 @@ use crate::tile::rows::row_tiles;
 /// Most clusters that share a row tile's keys.
 const MAX_SPLITS: u32 = 128;
 
-/// How the blocks of a call are arranged.
+/// Arrangement of a call's CTAs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Shape {
-    /// Blocks of a cluster.
+    /// Cluster size in CTAs.
     pub ranks: u32,
     /// Clusters that share a row tile's keys.
     pub splits: u32,
-    /// Blocks that an SM has at a time.
+    /// CTAs per SM.
     pub together: u32,
 }
 
-/// What the choice depends on of a GPU and of a kernel for it.
+/// Properties of a GPU, and of a kernel on it, that the choice depends on.
 #[derive(Clone, Copy, Debug)]
 pub struct Device {
-    /// SMs.
+    /// Number of SMs.
     pub multiprocessors: u32,
-    /// Whether there are clusters of blocks.
+    /// Whether clusters are supported.
     pub has_clusters: bool,
-    /// How long a block takes at least for what it streams, in tenths of what half of the SMs take
-    /// with all of the memory's bandwidth: one that has its SM for itself.
+    /// Shortest time in which a CTA alone on its SM streams its keys, in tenths of the time that
+    /// each CTA takes when CTAs on half of the SMs saturate the memory.
     pub tenths: u32,
-    /// The same of blocks on more than half of the SMs that are not in clusters: longer, probably
-    /// because both SMs of a pair take in little more together than one of them alone, so that
-    /// pairs with two blocks are late where others have one.
+    /// The same for unclustered CTAs on more than half of the SMs. It is longer, probably because
+    /// two paired SMs (a TPC) together load little more than one of them alone, so that pairs with
+    /// two CTAs finish late.
     pub tenths_in_pairs: u32,
-    /// Of the kernel with blocks of half the size, of which an SM holds two, if there is one.
+    /// The kernel with half-SM CTAs, of which an SM holds two, if there is one.
     pub halves: Option<Halves>,
 }
 
-/// What the choice depends on of blocks of which an SM holds two.
+/// Properties of half-SM CTAs.
 #[derive(Clone, Copy, Debug)]
 pub struct Halves {
-    /// By how many parts in 32 two of them beside each other stream slower than one whole block.
+    /// How much slower two on an SM stream than one full-SM CTA, in 32nds.
     pub slower: u32,
-    /// As [`Device::tenths`] of blocks each of which has its SM for itself, or that are in
-    /// clusters.
+    /// [`Device::tenths`] of half-SM CTAs that are alone on their SMs or clustered.
     pub tenths: u32,
-    /// The same of more of them than SMs, where some pairs of these have four and others two.
+    /// The same for more unclustered CTAs than SMs: some SM pairs then have four CTAs and others
+    /// two.
     pub tenths_in_pairs: u32,
 }
 
 impl Shape {
-    /// Those there are. Without clusters splits alone share keys, so there is any number of them.
+    /// All arrangements. Without clusters only splits share keys, so any number of splits is
+    /// allowed.
     fn all(device: Device) -> impl Iterator<Item = Self> {
         let [ranks, logs, splits] = match device.has_clusters {
             true => [4, MAX_SPLITS.ilog2() + 1, 0],
@@ -64,21 +65,20 @@ impl Shape {
         clusters.chain(alone).chain(halves)
     }
 
-    /// Clusters that run at a time. Multiprocessors come in pairs, and pairs in groups that a
-    /// cluster cannot leave; an H200 holds 66, 30, 15 and 7 clusters of 2, 4, 8 and 16 blocks of
-    /// which each has an SM to itself.
+    /// Clusters that run at a time. SMs come in pairs, and pairs in GPCs, which a cluster cannot
+    /// span. An H200 holds 66, 30, 15 and 7 clusters of 2, 4, 8 and 16 full-SM CTAs.
     fn at_a_time(self, multiprocessors: u32) -> u64 {
         let usable = if self.ranks <= 2 { multiprocessors } else { multiprocessors * 10 / 11 };
         u64::from((usable * self.together / self.ranks.min(MAX_RANKS)).max(1))
     }
 }
 
-/// The arrangement with which the call ends first on a device, if the longest sequence has
-/// `max_keys` keys; `rows` is the height of a row tile.
+/// The arrangement with the shortest estimated time, if the longest sequence has `max_keys` keys;
+/// `rows` is the height of a row tile.
 ///
-/// Half of an H200's SMs can take in all that its memory delivers, so that more blocks than that at
-/// a time do not read faster, and clusters that do not fit at a time come in another wave. The
-/// constants were fitted to measurements (`docs/perf-log.md`).
+/// CTAs on half of an H200's SMs saturate its memory, so more CTAs at a time do not read faster,
+/// and clusters that do not fit run in another wave. The constants are fitted to measurements
+/// (`docs/perf-log.md`).
 pub fn shape(p: &AttentionParams, rows: u32, max_keys: u32, device: Device) -> Shape {
     let keys =
         if p.window > 0 { max_keys.min(p.window.saturating_add(p.q_len - 1)) } else { max_keys };
@@ -89,12 +89,12 @@ pub fn shape(p: &AttentionParams, rows: u32, max_keys: u32, device: Device) -> S
 }
 
 impl Shape {
-    /// Times are in keys of head size 128 that one block streams alone.
+    /// Estimated time, in keys of head size 128 that one CTA streams alone.
     fn time(self, p: &AttentionParams, rows: u32, keys: u32, device: Device) -> u64 {
-        /// To merge ranks at all, and over one more.
+        /// Cost of merging ranks at all, and of each rank.
         const RANKS: u64 = 64;
         const RANK: u64 = 8;
-        /// To merge splits at all: this or what a rank has of the rows.
+        /// Least cost of merging splits at all; it grows with the rows that a rank owns.
         const SPLITS: u64 = 256;
         let Self { ranks, splits, .. } = self;
         let tiles = row_tiles(p, rows);
@@ -115,21 +115,21 @@ impl Shape {
         clusters / at_a_time * wave(at_a_time) + last + ranks_merge + splits_merge
     }
 
-    /// So many clusters at a time.
+    /// Time of a wave of `clusters` clusters.
     fn wave(self, clusters: u64, p: &AttentionParams, rows: u32, keys: u32, device: Device) -> u64 {
-        /// To start a block and end it.
+        /// Cost of starting and ending a CTA.
         const WAVE: u64 = 384;
         let Self { ranks, splits, together } = self;
         let streamed = u64::from(keys.div_ceil(ranks * splits)) * u64::from(p.head_size) / 128;
-        // Clusters that share keys stream them a little slower than one cluster, and so do two
-        // blocks beside each other.
+        // Clusters that share keys stream them a little slower than one cluster, and so do two CTAs
+        // on an SM.
         let streamed = match (splits, together) {
             (1, 1) => streamed,
             (1, _) => streamed + streamed * device.halves.map_or(0, |half| half.slower.into()) / 32,
             _ => streamed + streamed / 16,
         };
-        // Per block, of what all blocks of a wave get together; row tiles get the same keys, of
-        // which the L2 cache has those of the other one.
+        // CTAs of the wave share the memory's bandwidth. Row tiles of the same KV head read the
+        // same keys, and the second one hits in the L2 cache.
         let blocks = clusters * u64::from(ranks) / u64::from(row_tiles(p, rows).clamp(1, 2));
         let multiprocessors = u64::from(device.multiprocessors);
         let tenths = self.tenths(clusters * u64::from(ranks), device);
@@ -137,7 +137,7 @@ impl Shape {
         WAVE + streamed * (2 * blocks).max(alone) / multiprocessors.max(1)
     }
 
-    /// How long one of so many blocks takes at least.
+    /// [`Device::tenths`] or its variant for `blocks` CTAs of this arrangement.
     fn tenths(self, blocks: u64, device: Device) -> u64 {
         let sms = u64::from(device.multiprocessors);
         let tenths = match (self.together, device.halves) {

@@ -1,8 +1,8 @@
-//! The loop over keys where teams of four warps have 64 rows.
+//! The mainloop over keys where teams of four warps have 64 rows.
 //!
-//! The warps of a team share its tiles: each copies a quarter of the keys, and has 16 of the rows.
-//! So a block reads keys from global memory once for all rows, and registers hold 64 rows of output
-//! where one warp's hold 16. How a team multiplies is in `products.rs`.
+//! The warps of a team share its tiles: each copies a quarter of the keys and owns 16 of the rows.
+//! So a CTA reads keys from global memory once for all rows, and registers hold the output of 64
+//! rows instead of one warp's 16. `products.rs` says how a team multiplies.
 
 use super::Decode;
 use super::cached::Cached;
@@ -33,7 +33,8 @@ impl<
     P: Products,
 > Decode<D8, UNITS, M, HALVES, N8, WARPS, STAGES, H, P>
 {
-    /// The team's part of the rank's share; `lacks_rows` as in [`attend`](Self::attend).
+    /// Attends to the team's part of the rank's KV range; `lacks_rows` as in
+    /// [`attend`](Self::attend).
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn attend_together<C: Cached, L: Layout>(
         p: &DecodeParams,
@@ -119,8 +120,8 @@ impl<
         (states, acc)
     }
 
-    /// Waits for the team, whose copies the products then read, or who have read what copies then
-    /// overwrite.
+    /// Team barrier: the products after it read what the team has copied, and copies after it
+    /// overwrite what the team has read.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn sync_team() {
         if Self::IN_TEAMS {
@@ -131,7 +132,7 @@ impl<
         }
     }
 
-    /// Waits for the block, whose new rows the products then read.
+    /// CTA barrier: the products after it read new tokens that any thread has copied.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn sync_block() {
         if P::IN_CHUNKS {
@@ -140,7 +141,7 @@ impl<
         sync_threads();
     }
 
-    /// Leaves the team's result where all can read it.
+    /// Stores the team's result in shared memory for the merge.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn publish_together(states: States<1>, acc: &Fragments<1, D8>) {
         let first_row = first_row();

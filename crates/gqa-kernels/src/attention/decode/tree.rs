@@ -1,5 +1,5 @@
-//! A mask over the new tokens: drafts that speculative decoding checks at once are a tree, of which
-//! a token sees its ancestors.
+//! A mask over the new tokens: the drafts that speculative decoding verifies in one call form a
+//! tree, and a token sees only its ancestors.
 
 use super::Decode;
 use super::layout::{Heads, Layout};
@@ -10,26 +10,26 @@ use crate::simt::{Global, Shared, lane, opaque, thread_idx, warp};
 use crate::tile::fragment::{Fragments, column_of};
 use crate::tile::rows::{Rows, Span};
 
-/// Which new tokens of its sequence each new token sees: bit `j` of its word says whether it sees
-/// number `j`. Each sees all keys before them.
+/// Visibility among new tokens: bit `j` of a token's word says whether it sees new token `j` of its
+/// sequence. Every token sees all cached keys.
 #[derive(Clone, Copy)]
 pub(super) struct Tree {
-    /// A word for each new token; null: there is no such mask.
+    /// A word for each new token; null without such a mask.
     pub words: Global<i64>,
 }
 
 impl Tree {
-    /// Rows see what their positions say.
+    /// No mask: positions decide what a row sees.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn none() -> Self {
         Self { words: Global::null() }
     }
 
-    /// What a tile sees: where there is such a mask, no window and no causality.
+    /// The keys that a tile sees. With a tree mask there is neither a window nor a causal mask.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn span<L: Layout>(self, rows: &Rows) -> Span {
         if self.is_none() {
-            // Blocks have no padding, but rows without a key.
+            // Packed tokens have no padding, but may have rows without a key.
             return if L::MAY_BE_EMPTY { rows.span_of_tokens() } else { rows.span() };
         }
         let of_keys = |end| Visible { first: 0, end };
@@ -43,8 +43,8 @@ impl Tree {
         self.words.is_null()
     }
 
-    /// Hides what rows do not see of the keys `begin..end`, and those from `end` on; the new tokens
-    /// are those from `past` on. `word(m, half)` is that of a lane's row.
+    /// Hides keys of `begin..end` that a row does not see, and all keys from `end` on. New tokens
+    /// start at key `past`; `word(m, half)` is the word of a lane's row.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn mask<const M: usize, const N8: usize>(
         self,
@@ -79,10 +79,10 @@ impl<
     P: Products,
 > Decode<D8, UNITS, M, HALVES, N8, WARPS, STAGES, H, P>
 {
-    /// Rows whose words a warp keeps.
+    /// Rows whose words a warp loads.
     const WORDS: u32 = Self::ROWS / Self::TEAM;
 
-    /// Asks for the word of one of the warp's rows; 0 where it is none.
+    /// Prefetches the word of one of the warp's rows; 0 if there is none.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn ask_word<L: Layout>(
         a: &AttentionParams,
@@ -98,7 +98,8 @@ impl<
         row.map_or(0, |row| tree.words.load(row) as u64)
     }
 
-    /// Leaves it where the warp can read it until it leaves its rows' states there.
+    /// Stages the word in shared memory, where it stays until the warp overwrites it with its rows'
+    /// softmax states.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn keep_word(tree: Tree, word: u64) {
         if !tree.is_none() && lane() < Self::WORDS {
@@ -106,13 +107,14 @@ impl<
         }
     }
 
-    /// The word of a row of the warp.
+    /// The word of a row.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn word(r: u32) -> u64 {
         Self::word_of(r).load(0)
     }
 
-    /// Where it is: found out anew, because the loop may have no register to keep it in.
+    /// Address of the word, recomputed each time: no register is left to hold it across the
+    /// mainloop.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn word_of(r: u32) -> Shared<u64> {
         let team = opaque(thread_idx()) / (32 * Self::TEAM);
@@ -126,7 +128,8 @@ impl<
     }
 }
 
-/// Which of the 64 keys from `begin` on, and before `end`, a token with that word sees.
+/// Which of the 64 keys from `begin` on and before `end` a token with this word sees, as a bit
+/// mask.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn keys_seen(word: u64, [begin, past, end]: [u32; 3]) -> u64 {
     let seen = if begin as i32 >= past as i32 {
@@ -139,7 +142,7 @@ fn keys_seen(word: u64, [begin, past, end]: [u32; 3]) -> u64 {
     if keys < u64::BITS { seen & below(keys) } else { seen }
 }
 
-/// The lowest bits, up to 63 of them.
+/// A mask of the lowest `bits` bits, at most 63.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn below(bits: u32) -> u64 {
     1u64.wrapping_shl(bits).wrapping_sub(1)
