@@ -1,6 +1,6 @@
 //! Element types, and what a tensor is apart from its data.
 
-/// Element type of a [`Tensor`].
+/// Element type of a [`Tensor`](crate::Tensor).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum DType {
     /// IEEE single precision.
