@@ -132,9 +132,12 @@ fn query_key_and_value_may_have_strides() {
     let (query, query_strides) = transposed(&query, SHAPE);
     let (key, key_strides) = transposed(&key, key_shape);
     let (value, value_strides) = transposed(&value, key_shape);
-    let mut strided = Strided::default();
-    strided.query = Some(query_strides);
-    (strided.key, strided.value) = (Some(key_strides), Some(value_strides));
+    let strided = Strided {
+        query: Some(query_strides),
+        key: Some(key_strides),
+        value: Some(value_strides),
+        output: None,
+    };
     let inputs = Tensors::default()
         .with(TensorId::Query, TensorView::F32(&query))
         .with(TensorId::Key, TensorView::F32(&key))
@@ -170,8 +173,7 @@ fn tensors_that_are_not_the_problems_are_refused() {
     assert_eq!(refusal(&problem, TensorView::U8(&[1, 2, 3]), key), Err(bytes.to_owned()));
 
     let row = RowStrides { batch: 9 * 96, head: 24, row: 96 };
-    let mut strided = Strided::default();
-    strided.key = Some(row);
+    let mut strided = Strided { key: Some(row), ..Strided::default() };
     let wide = noise(2 * 9 * 96 - 48, 3);
     assert_eq!(refusal(&attention(strided), query, &wide), Ok(()));
     let got = refusal(&attention(strided), query, &wide[1..]).unwrap_err();

@@ -18,14 +18,19 @@ pub struct PagedLengths {
 }
 
 impl PagedLengths {
-    /// Errs unless sequences follow one another and have rows before the call; they have so many
-    /// new `tokens` together.
+    /// Of sequences with so many new `tokens` together.
+    ///
+    /// # Errors
+    /// Unless sequences follow one another, and none has fewer than 0 tokens before the call.
     pub fn of(inputs: &Tensors<TensorView<'_>>, tokens: usize) -> Result<Self> {
         Self::new(inputs, tokens, |length, _| (0, length))
     }
 
     /// The same of a call over `pages`, whose lengths may count the new tokens, and of which some
     /// may have no row.
+    ///
+    /// # Errors
+    /// As [`of`](Self::of).
     pub fn of_call(p: &Problem, pages: Pages, inputs: &Tensors<TensorView<'_>>) -> Result<Self> {
         Self::new(inputs, pages.tokens, |length, new| {
             let least = if p.may_lack_rows() { -new } else { 0 };
@@ -79,6 +84,9 @@ impl PagedLengths {
 
     /// Errs unless every new row that has a place in the cache has it to itself, and sequences are
     /// as short as the problem says. Blocks outside of the cache are allowed: they hold nothing.
+    ///
+    /// # Errors
+    /// Names the tensor and the sequence.
     pub fn check(&self, p: &Problem, pages: Pages, inputs: &Tensors<TensorView<'_>>) -> Result<()> {
         let table = integers("block_table", inputs.need(TensorId::BlockTable)?)?;
         for (b, &[past, new]) in self.sequences.iter().enumerate() {
@@ -98,6 +106,9 @@ impl PagedLengths {
 
     /// Errs unless every row that a sequence has, or that is appended to it, lies in a block of the
     /// cache.
+    ///
+    /// # Errors
+    /// Names the entry of block_table.
     pub fn check_blocks(
         &self,
         p: &Problem,

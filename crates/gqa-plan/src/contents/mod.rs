@@ -11,6 +11,9 @@ pub use lengths::{Bounds, PagedLengths};
 
 /// Errs unless every length, every position of a token and every block leads into the tensors that
 /// they index, and scales can be divided by.
+///
+/// # Errors
+/// Names the tensor, its element and what would do.
 pub fn check(p: &Problem, inputs: &Tensors<TensorView<'_>>) -> Result<()> {
     let scales = [TensorId::KScale, TensorId::VScale, TensorId::OutputScale];
     for id in scales.into_iter().filter(|id| id.spec(p).is_some()) {
@@ -21,6 +24,9 @@ pub fn check(p: &Problem, inputs: &Tensors<TensorView<'_>>) -> Result<()> {
 
 /// The same of what a call on a GPU has, without scales. There a sequence may be empty, as one that
 /// fills a batch up is.
+///
+/// # Errors
+/// As [`check`].
 pub fn check_on_device(p: &Problem, inputs: &Tensors<TensorView<'_>>) -> Result<()> {
     check_indices(p, inputs, |last| last == -1)?;
     match p.pages {
@@ -52,6 +58,9 @@ fn check_indices(
 }
 
 /// The elements of an int32 tensor.
+///
+/// # Errors
+/// Where it has another type.
 pub fn integers<'a>(argument: &'static str, tensor: TensorView<'a>) -> Result<&'a [i32]> {
     match tensor {
         TensorView::I32(integers) => Ok(integers),

@@ -51,7 +51,7 @@ impl ProblemFields {
         let allowed = "float32, float16, bfloat16, or float64 on the CPU";
         refuse(!self.dtype.is_float(), "dtype", || (self.dtype, allowed))?;
         refuse(!self.v_dtype.is_float(), "dtype", || (self.v_dtype, allowed))?;
-        let wider = !self.pages.is_some() && matches!(self.out_dtype, DType::F32 | DType::F8E4M3);
+        let wider = self.pages.is_none() && matches!(self.out_dtype, DType::F32 | DType::F8E4M3);
         refuse(self.out_dtype != self.dtype && !wider, "output", || {
             (self.out_dtype, format!("{}; float32 or float8e4m3fn in dense calls", self.dtype))
         })

@@ -636,6 +636,9 @@ impl Problem {
     }
 
     /// What is left of a call without query rows: what becomes of its cache.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
     pub fn cache_alone(&self) -> Result<Self> {
         self.derive(|call| ProblemFields {
             computes: CallKind::Cache,

@@ -6,6 +6,9 @@ use gqa_kernels::prologue::dequantize;
 impl Problem {
     /// This call when the new rows are in the cache and every sequence's rows lie side by side:
     /// attention alone, of (batch, q_len) query rows that are rotated.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
     pub fn gathered(&self) -> Result<Self> {
         self.derive(|call| ProblemFields {
             pages: None,
@@ -23,6 +26,9 @@ impl Problem {
 
     /// This call when the new rows are in the cache and the its dequantized values in blocks of
     /// their own, where `paged_dequantize` leaves them.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
     pub fn dequantized(&self) -> Result<Self> {
         let per_sequence = self.capacity.div_ceil(dequantize::BLOCK as usize);
         let in_numbers = |pages| Pages {
@@ -38,13 +44,10 @@ impl Problem {
         })
     }
 
-    /// The same call when its lengths count the new tokens.
-    pub fn with_total_lengths(&self) -> Result<Self> {
-        let counting = |pages| Pages { counts_new: true, ..pages };
-        self.derive(|call| ProblemFields { pages: self.pages.map(counting), ..call })
-    }
-
     /// The new tokens of all sequences as those of one, to be normalized, rotated and appended.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
     pub fn tokens(&self) -> Result<Self> {
         let tokens = self.pages.map_or(self.q_len, |pages| pages.tokens);
         self.derive(|call| ProblemFields {

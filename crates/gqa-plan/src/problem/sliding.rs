@@ -37,6 +37,9 @@ impl Problem {
 
     /// This call, counted from the first row of a rolling KV cache. A first prompt's rows are the
     /// sequence's first ones anyway.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
     pub fn counted_from_cache(&self) -> Result<Self> {
         let is_prompt = self.phase == Phase::FirstPrompt;
         let past_capacity = if is_prompt { 0 } else { self.capacity };
