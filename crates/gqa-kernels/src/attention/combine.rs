@@ -1,13 +1,13 @@
-//! Merges the results of splits of the keys, which [`split_kv`](super::split_kv), `hopper_split`
-//! and [`tiled_wide`](super::tiled_wide) leave.
+//! Merges the results of KV splits that [`split_kv`](super::split_kv), `hopper_split` and
+//! [`tiled_wide`](super::tiled_wide) write.
 //!
-//! **One block** computes one row of out at a time, or, where splits are few, each of its warps
-//! does. Each warp turns the splits' log-sum-exps into weights, a few splits to a lane, and leaves
-//! them in shared memory. Then the threads add up: a thread has eight columns, and as many threads
-//! have the same ones as there are to spare, each for some of the splits. Shuffles add what lanes
-//! of a warp have, shared memory what warps have.
+//! **One CTA** merges one row of out at a time; where splits are few, each of its warps merges a
+//! row. Each warp turns the splits' log-sum-exps into weights, a few splits per lane, and stores
+//! them in shared memory. Then the threads sum: a thread sums eight columns, and spare threads
+//! share the same columns and each sum some of the splits. Shuffles add the sums of a warp's lanes,
+//! shared memory the sums of the warps.
 //!
-//! **Grid**: any number of blocks in x; rows are taken in turn. **Block**: 128 threads.
+//! **Grid**: any number of CTAs in x, which stride over the rows. **CTA**: 128 threads.
 //!
 //! **Tensors**: partial_out (split, batch, query head, S, head size), not read where partial_lse
 //! (split, batch, query head, S) is -inf; out (batch, query head, S, head size) with its strides,
@@ -15,12 +15,12 @@
 //!
 //! **Shared memory**: `per warp: 128 weights | per warp: 32 lanes × 8 sums`, all f32.
 //!
-//! **Order**: weights are a warp's own, ordered by `sync_warp`. Where the block adds up, a barrier
-//! stands between the warps' sums and the first warp, which adds and writes them; another one
-//! between that and the next sums.
+//! **Order**: each warp has its own weights, so that `sync_warp` suffices for them. Where the whole
+//! CTA sums, one barrier precedes the first warp's reads of the warps' sums, and another one
+//! precedes the next sums.
 //!
-//! **Numerics**: weights are `exp2` of differences to the largest log-sum-exp, all sums f32. The
-//! sink joins here, once.
+//! **Numerics**: weights are `exp2` of differences to the largest log-sum-exp; all sums are f32.
+//! The attention sink is added here, once.
 
 use super::out::OutElement;
 use super::split_kv::MAX_SPLITS;
@@ -35,28 +35,28 @@ use crate::simt::{
 use crate::tile::copy::UNIT;
 use crate::tile::rows::close;
 
-/// Threads of a block.
+/// Threads of a CTA.
 pub const THREADS: u32 = 32 * WARPS;
-/// Shared memory of a block.
+/// Shared memory of a CTA, in bytes.
 pub const SHARED_BYTES: u32 = SUMS + WARPS * 32 * UNIT * 4;
 
 const WARPS: u32 = 4;
-/// Where the warps' sums start, behind their weights.
+/// Offset of the warps' sums, after their weights.
 const SUMS: u32 = WARPS * MAX_SPLITS * 4;
-/// Splits that one lane weighs.
+/// Splits whose weights one lane computes.
 const PER_LANE: usize = MAX_SPLITS as usize / 32;
-/// Splits whose values a thread has under way together.
+/// Splits whose values a thread keeps in flight.
 const UNROLL: u32 = 4;
 
-/// Who adds up a row: a warp of the block, where splits are few and rows perhaps many, or all of
-/// it.
+/// The threads that merge a row: a warp where splits are few, and rows perhaps many, or the whole
+/// CTA.
 struct Team<const IS_WARP: bool>;
 
 impl<const IS_WARP: bool> Team<IS_WARP> {
     /// Threads of a team.
     const THREADS: u32 = if IS_WARP { 32 } else { THREADS };
 
-    /// Which team this is.
+    /// This thread's team.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn number() -> u32 {
         if IS_WARP { block_idx_x() * WARPS + warp() } else { block_idx_x() }
@@ -68,21 +68,21 @@ impl<const IS_WARP: bool> Team<IS_WARP> {
         if IS_WARP { grid_dim_x() * WARPS } else { grid_dim_x() }
     }
 
-    /// Which thread of the team this is.
+    /// This thread's number in its team.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn thread() -> u32 {
         if IS_WARP { lane() } else { thread_idx() }
     }
 }
 
-/// Blocks of a call: enough for a row to each team, up to `most`.
+/// Grid of a call: a row for each team, at most `most` CTAs.
 pub fn grid(p: &AttentionParams, most: u32) -> [u32; 3] {
     let rows = u64::from(p.batch) * u64::from(p.q_heads) * u64::from(p.q_len);
     let blocks = if has_few_splits(p) { rows.div_ceil(u64::from(WARPS)) } else { rows };
     [blocks.min(u64::from(most)) as u32, 1, 1]
 }
 
-/// Whether a warp adds up a row by itself.
+/// Whether a warp merges a row by itself.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn has_few_splits(p: &AttentionParams) -> bool {
     const FEW: u32 = 8;
@@ -107,7 +107,7 @@ pub fn combine<T: MmaElement, O: OutElement>(
     }
 }
 
-/// The rows of this thread's team.
+/// Merges the rows of this thread's team.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn combine_rows<T: MmaElement, O: OutElement, const IS_WARP: bool>(
     p: &AttentionParams,
@@ -118,8 +118,8 @@ fn combine_rows<T: MmaElement, O: OutElement, const IS_WARP: bool>(
     out: Global<O>,
     lse: Global<f32>,
 ) {
-    // No count is 0, and saying so spares the device the check. All rows together are counted in 32
-    // bits.
+    // A call has rows and heads: max(1) spares the division by zero check. The number of all rows
+    // fits 32 bits.
     let (q_len, q_heads) = (p.q_len.max(1), p.q_heads.max(1));
     let rows = p.batch * q_heads * q_len;
     let weights = Shared::<f32>::at(0).offset(warp() * MAX_SPLITS);
@@ -147,14 +147,14 @@ fn combine_rows<T: MmaElement, O: OutElement, const IS_WARP: bool>(
             lse.store(place, log_sum_exp);
         }
         if IS_WARP {
-            // Others may still read weights.
+            // Other lanes may still read the weights.
             sync_warp();
         }
         index = index.saturating_add(Team::<IS_WARP>::count());
     }
 }
 
-/// The row's state over all splits, and the shares of splits `lane`, `lane + 32`, … in its sum.
+/// The row's state over all splits, and the weights of splits `lane`, `lane + 32`, …
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn weigh(
     p: &AttentionParams,
@@ -176,14 +176,14 @@ fn weigh(
     (state, shares)
 }
 
-/// Joins the values of all lanes of the warp.
+/// Reduces the values of all lanes of the warp.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn over_lanes(value: f32, join: impl Fn(f32, f32) -> f32) -> f32 {
     [16, 8, 4, 2, 1].into_iter().fold(value, |value, mask| join(value, shfl_xor_f32(value, mask)))
 }
 
-/// Adds up the row, `weights[split] · partial_out[split · stride ..]`, in passes of 32 units of
-/// eight columns.
+/// Sums the row, `weights[split] · partial_out[split · stride ..]`, in passes of 32 units of eight
+/// columns.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn add_up<O: OutElement, const IS_WARP: bool>(
     p: &AttentionParams,
@@ -214,7 +214,7 @@ fn add_up<O: OutElement, const IS_WARP: bool>(
     }
 }
 
-/// Adds up what the block's warps have in the same columns, and writes it where `writes`.
+/// Adds the sums of the CTA's warps for the same columns; threads with `writes` write the result.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn add_warps<O: OutElement>(of_warp: [f32; 8], writes: bool, column: usize, out: Global<O>) {
     let sums_of = |warp: u32| Shared::<f32>::at(SUMS).offset((warp * 32 + lane()) * UNIT);
@@ -230,8 +230,8 @@ fn add_warps<O: OutElement>(of_warp: [f32; 8], writes: bool, column: usize, out:
     sync_threads();
 }
 
-/// This thread's share of the splits: those `thread / across` of its team, and so on in steps of
-/// all such shares.
+/// Sums this thread's share of the splits: from split `thread / across` on, where `thread` is its
+/// number in the team, in steps of the number of shares.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn add_splits<const IS_WARP: bool>(
     p: &AttentionParams,
@@ -265,7 +265,7 @@ fn add(sums: &mut [f32; 8], weight: f32, values: [[u32; 4]; 2]) {
     }
 }
 
-/// Adds up what lanes `across` apart have.
+/// Adds the sums of lanes that are `across` apart.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn add_lanes(mut sums: [f32; 8], across: u32) -> [f32; 8] {
     let mut mask = across;

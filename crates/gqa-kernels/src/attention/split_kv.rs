@@ -1,39 +1,39 @@
-//! Attention of a few query rows over many keys: the keys are split over blocks, and over the warps
-//! of a block.
+//! Attention of a few query rows over many keys (flash decoding): the keys are split over CTAs, and
+//! over the warps of a CTA.
 //!
-//! **One block** computes up to 16 packed query rows (the query heads of one KV head, row by row of
-//! the query, as in [`tiled`](super::tiled)) against one split of the keys that they see. Its four
-//! warps take different tiles of 16 keys in turn, each with its own ring of copies, so nothing in
-//! the loop waits for another warp; they merge once, at the end.
+//! **One CTA** computes up to 16 packed query rows (the query heads of one KV head, query row by
+//! query row, as in [`tiled`](super::tiled)) against one split of the keys that they see. Its four
+//! warps take tiles of 16 keys in turn, each with its own pipeline stages, so that no warp waits
+//! for another in the mainloop; they merge once, at the end.
 //!
-//! **Grid**: `row tiles × KV heads × batch` in x, splits in y. **Block**: 128 threads.
+//! **Grid**: `row tiles × KV heads × batch` in x, splits in y. **CTA**: 128 threads.
 //!
-//! **Tensors**: q, k, v, out and lse as in [`tiled`](super::tiled). With one split the block writes
+//! **Tensors**: q, k, v, out and lse as in [`tiled`](super::tiled). With one split the CTA writes
 //! out and lse. With more it writes partial_out (split, batch, query head, S, head size),
 //! normalised, f32, and partial_lse (split, batch, query head, S), and [`combine`](super::combine)
-//! makes out and lse of them. Where a split holds nothing that a row sees, partial_lse is -inf and
+//! merges them into out and lse. Where a row sees no key of a split, partial_lse is -inf and
 //! partial_out is not written.
 //!
 //! **Shared memory**: `queries [16] | per warp: STAGES × (keys [16], values [16]) | per warp: 16 ×
 //! (maximum, sum)`, padded rows of `HEAD_SIZE` elements ([`Tile`]). After the loop a warp's first
 //! stage holds its accumulators as f32, which fit exactly.
 //!
-//! **Order**: one barrier makes the queries visible. From then on a warp's copies are groups K_j,
-//! V_j, K_{j+1}, … and it waits for the oldest only:
+//! **Pipeline**: one barrier publishes the queries. From then on a warp's cp.async groups are K_j,
+//! V_j, K_{j+1}, … and it waits only for the oldest:
 //!
 //! ```text
 //! wait for K_j    S = Q K_jᵀ            then start K_{j+STAGES} in its place
 //! wait for V_j    softmax, O += P V_j   then start V_{j+STAGES} in its place
 //! ```
 //!
-//! Two `sync_warp` per step stand between the lanes' copies and their use, two between their use
-//! and the next copy. One barrier after the loop stands between the warps' results and the merge.
+//! Each step has two `sync_warp` between the lanes' copies and their use, and two between their use
+//! and the next copy. One barrier after the loop separates the warps' results from the merge.
 //!
-//! **Numerics**: as in [`tiled`](super::tiled). The warps' results are merged in f32, with the
-//! weights `exp2(max_w - max)`.
+//! **Numerics**: as in [`tiled`](super::tiled). The warps' results are merged in f32, each rescaled
+//! by `exp2(max_w - max)`.
 //!
-//! **A bias or a mask** is read where it lies, by the threads whose scores it belongs to
-//! ([`Bias`]), a step ahead of its use: nothing else in the loop waits for memory.
+//! **A bias or a mask**: each thread reads the elements of its own scores from global memory
+//! ([`Bias`]) one step ahead of their use, so that no other load stalls the mainloop.
 
 use crate::concept::softmax::SoftmaxState;
 use crate::num::MmaElement;
@@ -49,11 +49,11 @@ use crate::tile::padded::{Team, Tile, accumulate, scores, tile_bytes};
 use crate::tile::rows::{Row, Rows, close, row_tiles};
 use crate::tile::softmax::{ScoreScale, States, mask, to_log2, total, weigh, weigh_plain};
 
-/// Packed query rows of a block.
+/// Packed query rows of a CTA.
 pub const ROWS: u32 = 16;
 /// Keys of a tile.
 pub const KEYS: u32 = 16;
-/// Threads of a block.
+/// Threads of a CTA.
 pub const THREADS: u32 = WARPS * 32;
 /// Most splits of a call.
 pub const MAX_SPLITS: u32 = 128;
@@ -62,12 +62,12 @@ const WARPS: u32 = 4;
 /// Blocks of 8 keys in a tile.
 const N8: usize = KEYS as usize / 8;
 
-/// A kernel for head sizes up to `8 D8` whose warps have `STAGES` key tiles under way; with a bias
-/// or a mask or without.
+/// A kernel for head sizes up to `8 D8` whose warps have `STAGES` pipeline stages; with or without
+/// a bias or a mask.
 pub struct SplitKv<const D8: usize, const STAGES: u32, const MASKED: bool = false>;
 
-// One shape per head size, with as many stages as leave room for three blocks or so on an SM with
-// 227 KB, and for one on an SM with 99.
+// One shape per head size, with as many stages as let an SM with 227 KB of shared memory hold about
+// three CTAs, and an SM with 99 KB hold one.
 
 /// Head sizes up to 32.
 pub type D32 = SplitKv<4, 4>;
@@ -95,7 +95,7 @@ pub type MaskedD128 = SplitKv<16, 2, true>;
 /// Head sizes up to 256, with a bias or a mask.
 pub type MaskedD256 = SplitKv<32, 1, true>;
 
-/// Blocks of a call.
+/// Grid of a call.
 pub fn grid(p: &AttentionParams) -> [u32; 3] {
     [row_tiles(p, ROWS) * p.kv_heads * p.batch, p.splits, 1]
 }
@@ -106,17 +106,17 @@ pub fn partial_elements(p: &AttentionParams) -> (usize, usize) {
     (rows * p.head_size as usize, rows)
 }
 
-/// Into how many splits to cut the keys: the number for which the call ends first on a device with
-/// that many SMs, if the longest sequence has `max_keys` keys.
+/// Number of KV splits that minimises the estimated time on `multiprocessors` SMs, if the longest
+/// sequence has `max_keys` keys.
 ///
-/// One block has enough loads under way for an SM's share of the memory's bandwidth, so an SM takes
-/// as long as all its blocks need one after the other, however many of them it holds; then
-/// [`combine`](super::combine) reads what they left. Times are in rounds of a block, 64 keys, which
+/// One CTA keeps enough loads in flight for an SM's share of the memory's bandwidth, so an SM takes
+/// as long as its CTAs would take one after the other, however many of them it holds; then
+/// [`combine`](super::combine) merges their results. Times are in rounds of a CTA, 64 keys, which
 /// take about a microsecond.
 pub fn splits(p: &AttentionParams, max_keys: u32, multiprocessors: u32) -> u32 {
-    /// To start and end a block.
+    /// Cost of starting and ending a CTA.
     const BLOCK: u64 = 1;
-    /// To start the merge; and splits that it reads in a round.
+    /// Cost of starting the merge; splits of a row that the merge reads in a round.
     const MERGE: u64 = 3;
     const MERGED: u64 = 32;
     let [units, ..] = grid(p);
@@ -176,27 +176,27 @@ impl<const D8: usize, const STAGES: u32> SplitKv<D8, STAGES, true> {
 }
 
 impl<const D8: usize, const STAGES: u32, const MASKED: bool> SplitKv<D8, STAGES, MASKED> {
-    /// Oldest compute capability, times ten.
+    /// Lowest compute capability, times ten.
     pub const MIN_SM: u32 = 75;
     /// Largest head size.
     pub const HEAD_SIZE: u32 = D8 as u32 * 8;
-    /// Packed query rows of a block.
+    /// Packed query rows of a CTA.
     pub const ROWS: u32 = ROWS;
     /// Keys of a tile.
     pub const KEYS: u32 = KEYS;
-    /// Threads of a block.
+    /// Threads of a CTA.
     pub const THREADS: u32 = THREADS;
-    /// Shared memory of a block.
+    /// Shared memory of a CTA, in bytes.
     pub const SHARED_BYTES: u32 = Self::STATES + WARPS * ROWS * size_of::<[f32; 2]>() as u32;
 
     const STAGE_BYTES: u32 = 2 * tile_bytes(KEYS, D8);
     const RINGS: u32 = tile_bytes(ROWS, D8);
     const STATES: u32 = Self::RINGS + WARPS * Self::RING_BYTES;
     const RING_BYTES: u32 = STAGES * Self::STAGE_BYTES;
-    /// f32 from one row of accumulators to the next: a stage has room for 16 such rows.
+    /// f32 elements from one row of accumulators to the next: a stage has room for 16 such rows.
     const ACC_PITCH: u32 = Self::HEAD_SIZE + UNIT;
 
-    /// One block, with a bias or without.
+    /// The body of a CTA, with or without a bias.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn block<T: MmaElement>(
         p: &AttentionParams,
@@ -218,7 +218,7 @@ impl<const D8: usize, const STAGES: u32, const MASKED: bool> SplitKv<D8, STAGES,
         Self::publish(states, &acc);
         sync_threads();
 
-        // A thread makes eight columns of a row at a time.
+        // A thread merges eight columns of a row at a time.
         for unit in (thread_idx()..rows.count() * D8 as u32).step_by(THREADS as usize) {
             let (r, column) = (unit / D8 as u32, unit % D8 as u32 * UNIT);
             if column < p.head_size {
@@ -237,7 +237,7 @@ impl<const D8: usize, const STAGES: u32, const MASKED: bool> SplitKv<D8, STAGES,
         }
     }
 
-    /// The warp's share of the split's keys.
+    /// The mainloop over the warp's share of the split's keys.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn attend<T: MmaElement>(
         p: &AttentionParams,
@@ -330,19 +330,19 @@ impl<const D8: usize, const STAGES: u32, const MASKED: bool> SplitKv<D8, STAGES,
         Tile::at(Self::ring_of(warp()) + slot * Self::STAGE_BYTES + Self::STAGE_BYTES / 2)
     }
 
-    /// Where the ring of a warp starts; its accumulators after the loop.
+    /// Start of a warp's stages, which hold its accumulators after the loop.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn ring_of(warp: u32) -> u32 {
         Self::RINGS + warp * Self::RING_BYTES
     }
 
-    /// Where a warp leaves the state of a row.
+    /// Address of a warp's state of a row.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn state_of(warp: u32, r: u32) -> Shared<[f32; 2]> {
         Shared::at(Self::STATES).offset(warp * ROWS + r)
     }
 
-    /// Leaves the warp's result where all can read it.
+    /// Stores the warp's result in shared memory for the merge.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn publish(states: States<1>, acc: &Fragments<1, D8>) {
         let acc_rows = Shared::<f32>::at(Self::ring_of(warp()));
@@ -359,7 +359,7 @@ impl<const D8: usize, const STAGES: u32, const MASKED: bool> SplitKv<D8, STAGES,
         }
     }
 
-    /// The block's state of row `r`, and what it accumulated in eight columns.
+    /// Merges the warps' states of row `r` and their accumulators of eight columns.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn merge(r: u32, column: u32) -> (SoftmaxState, [f32; 8]) {
         let parts: [[f32; 2]; WARPS as usize] =
@@ -400,8 +400,8 @@ fn write_row<T: MmaElement>(
     out.store_vec(start, to_unit::<T>(x));
 }
 
-/// Writes eight columns of this split's result, unless it saw nothing, and with the first of them
-/// its log-sum-exp.
+/// Writes eight columns of this split's result, unless the row saw no key, and with the first
+/// columns the log-sum-exp.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn write_partial(
     p: &AttentionParams,

@@ -1,50 +1,50 @@
-//! Flash attention on tensor cores: prompts, chunks and short calls of any kind.
+//! FlashAttention on tensor cores: prefill, chunked prefill and short calls of any kind.
 //!
-//! **One block** computes a tile of `ROWS` packed query rows: the query heads that share a KV head,
-//! row by row of the query (row `r` of the group is head `r % G` at query row `r / G`), so that K
-//! and V are read once for the whole group. It walks over the keys that any of its rows sees,
+//! **One CTA** computes a tile of `ROWS` packed query rows: the query heads that share a KV head,
+//! query row by query row (row `r` of the group is head `r % G` at query row `r / G`), so that K
+//! and V are read once for the whole group. It loops over the keys that any of its rows sees,
 //! `KEYS` at a time, with the online softmax.
 //!
-//! **Grid**: `row tiles × KV heads × batch` in x: section by section of the heads whose K and V
-//! share the L2 cache, and in each the last row tiles first, which under a causal mask see most
-//! keys: long blocks first, short ones fill the gaps.
-//! **Block**: `THREADS` threads; each warp owns `16 M` rows and all keys.
+//! **Grid**: `row tiles × KV heads × batch` in x. CTAs go through sections of heads whose K and V
+//! share the L2 cache, and within a section from the last row tile to the first: under a causal
+//! mask the last ones see most keys, so long CTAs start first and short ones fill the gaps.
+//! **CTA**: `THREADS` threads; each warp owns `16 M` rows and all keys.
 //!
 //! **Tensors**: q and out (batch, query head, S, head size), k and v (batch, KV head, capacity,
-//! head size), each with its strides, which are multiples of 8; the head size is any multiple of 8
-//! up to `HEAD_SIZE`: columns behind it are zero in the tiles and not written. lse, which may be
-//! null, is (batch, query head, S).
+//! head size), each with its strides, which are multiples of 8. The head size is any multiple of 8
+//! up to `HEAD_SIZE`: the remaining columns are zero in the tiles and are not written. lse, which
+//! may be null, is (batch, query head, S).
 //!
-//! **Over a paged KV cache** tokens of all sequences are query rows of one batch entry, and tiles
-//! of K and V are put together from pieces of 16 rows, each in one block (`tiled/layout.rs`); where
-//! the table leads outside of the cache nothing is read, and keys are masked.
-//! Queries are rotated in shared memory, because a launch of its own would write them all for
-//! attention to read them again.
+//! **Over a paged KV cache** the query rows are the packed tokens of all sequences, as one batch
+//! entry. K and V tiles are assembled from pieces of 16 rows, each in one block
+//! (`tiled/layout.rs`). Block table entries outside of the cache are not read, and their keys are
+//! masked. Queries are rotated in shared memory: a separate launch would write all of them and
+//! attention would read them again.
 //!
 //! **Shared memory**: `queries [ROWS] | keys [KEYS] | values [KEYS]`, swizzled rows of `HEAD_SIZE`
-//! elements ([`Swizzled`]), and what the block must know of each query row: which row and head it
-//! is, and the keys it sees. Where registers have room, warps keep their queries in them. In the
-//! end each warp's query rows carry its output on the way to 16-byte stores.
+//! elements ([`Swizzled`]), then for each row its query row, its head and the keys it sees. Where
+//! registers suffice, warps hold their queries in them. In the epilogue the output passes through
+//! each warp's query rows to become 16-byte stores.
 //!
-//! **By TMA** K and V come with other barriers (`tiled/tma.rs`).
+//! **With TMA** K and V use other barriers (`tiled/tma.rs`).
 //!
-//! **Order**, for key tile `j`; copies run while the line between their two ends computes. The
-//! first barrier lets everybody read what is kept of the rows, too; where registers keep queries,
-//! there is one before that, by which they have arrived.
+//! **Pipeline**, for key tile `j`; a copy runs while the line between its two ends computes. The
+//! first barrier also publishes the row descriptions; where registers hold queries, one more
+//! barrier before it waits for them.
 //!
 //! ```text
-//! wait for K_j ‖ barrier (K_j is there; all are done with V_{j-1})   start V_j
+//! wait for K_j ‖ barrier (K_j has arrived; all are done with V_{j-1})   start V_j
 //!     S = Q K_jᵀ, mask
-//! wait for V_j ‖ barrier (V_j is there; all are done with K_j)       start K_{j+1}
+//! wait for V_j ‖ barrier (V_j has arrived; all are done with K_j)       start K_{j+1}
 //!     softmax, O += P V_j
 //! ```
 //!
-//! **Numerics**: scores, softmax and output accumulate in f32. A row's maximum is raised once a
-//! score exceeds it by a factor of 2⁸ in weight ([`SLACK`](crate::tile::softmax::SLACK)). Weights
-//! are rounded to the element type before they meet the values; the denominator adds the unrounded
-//! ones. Keys behind those that the tile sees are zero in shared memory, whatever the cache holds.
-//! Only tiles that some row sees partly are masked. Rows of padding give 0 and -inf. A bias or a
-//! mask is read where it lies, by the threads whose scores it belongs to ([`Bias`]).
+//! **Numerics**: scores, softmax and output accumulate in f32. A row's lagged maximum rises once an
+//! element of P would exceed 2⁸ ([`SLACK`](crate::tile::softmax::SLACK)). P is rounded to the
+//! element type before P · V; the row sums add unrounded P. Keys past the tile's last visible one
+//! are zero in shared memory, whatever the cache holds. Only key tiles that some row does not see
+//! whole are masked. Padding rows give 0 and -inf. Each thread reads the bias or mask of its own
+//! scores from global memory ([`Bias`]).
 
 mod layout;
 mod tma;
@@ -71,8 +71,8 @@ use layout::{Blocks, Layout, SideBySide};
 /// Fewest rows of a block of a paged KV cache.
 pub const LEAST_BLOCK: u32 = Blocks::PIECE;
 
-/// A shape of tiles: warps of `M` blocks of 16 rows, `D8` blocks of 8 columns, `N8` blocks of 8
-/// keys; with a bias or a mask or without.
+/// A tile shape: warps of `M` blocks of 16 rows, `D8` blocks of 8 columns, `N8` blocks of 8 keys;
+/// with or without a bias or a mask.
 pub struct Tiled<
     const M: usize,
     const D8: usize,
@@ -81,9 +81,9 @@ pub struct Tiled<
     const MASKED: bool = false,
 >;
 
-// One shape per head size, and two for 128, each the fastest of those tried on an H100 that leave
-// two blocks on an SM. Two blocks of rows per warp halve the reads of K and V from shared memory;
-// from 192 columns on, their accumulators would not fit the registers.
+// One shape per head size, and two for 128, each the fastest measured on an H100 that lets an SM
+// hold two CTAs. Two 16-row blocks per warp halve the reads of K and V from shared memory; from 192
+// columns on, their accumulators would not fit the registers.
 
 /// Head sizes up to 32.
 pub type D32 = Tiled<2, 4, 8, 128>;
@@ -95,19 +95,19 @@ pub type D80 = Tiled<2, 10, 8, 128>;
 pub type D96 = Tiled<2, 12, 8, 128>;
 /// Head sizes up to 128.
 pub type D128 = Tiled<2, 16, 6, 128>;
-/// Head sizes up to 128, in longer tiles.
+/// Head sizes up to 128, with longer key tiles.
 pub type D128Long = Tiled<2, 16, 8, 128>;
 /// Head sizes up to 160.
 pub type D160 = Tiled<2, 20, 4, 128>;
 /// Head sizes up to 192.
 pub type D192 = Tiled<1, 24, 8, 128>;
-/// Head sizes up to 192, in blocks that have an SM each.
+/// Head sizes up to 192, one CTA per SM.
 pub type TallD192 = Tiled<1, 24, 8, 256>;
 /// Head sizes up to 224.
 pub type D224 = Tiled<1, 28, 8, 128>;
 /// Head sizes up to 256.
 pub type D256 = Tiled<1, 32, 8, 128>;
-/// Head sizes up to 256, in blocks that have an SM each.
+/// Head sizes up to 256, one CTA per SM.
 pub type TallD256 = Tiled<1, 32, 8, 256>;
 
 /// Head sizes up to 64, with a bias or a mask.
@@ -117,12 +117,12 @@ pub type MaskedD128 = Tiled<2, 16, 4, 128, true>;
 /// Head sizes up to 256, with a bias or a mask.
 pub type MaskedD256 = Tiled<1, 32, 8, 128, true>;
 
-/// Blocks that cover a call whose kernel has tiles of `rows` rows.
+/// Grid of a call whose kernel has tiles of `rows` rows.
 pub fn grid(p: &AttentionParams, rows: u32) -> [u32; 3] {
     [row_tiles(p, rows) * p.kv_heads * p.batch, 1, 1]
 }
 
-/// The same over a paged KV cache.
+/// Grid of a call over a paged KV cache.
 pub fn paged_grid(p: &PagedTiledParams, rows: u32) -> [u32; 3] {
     let a = &p.attention;
     let of_tokens = Group::new(a.q_heads, a.kv_heads).rows(p.tokens);
@@ -148,11 +148,11 @@ impl<const M: usize, const D8: usize, const N8: usize, const THREADS: u32>
         Self::block(&p, &rows, SideBySide, || (), None, [q, k, v, head_sink, out], lse);
     }
 
-    /// The kernel for a paged KV cache: k and v are (block, row, KV head, head size), of which
-    /// `block_table`, (batch, blocks of a sequence), gives some to each sequence. Query and output
-    /// rows are the tokens of all sequences, of which sequence `b` has those from `starts[b]` on,
-    /// behind `past_seqlens[b]` keys that the call does not add. lse, which may be null, is (query
-    /// head, token).
+    /// The kernel for a paged KV cache: k and v are (block, row, KV head, head size), and
+    /// `block_table`, (batch, blocks of a sequence), lists the blocks of each sequence. q and out
+    /// hold the tokens of all sequences; `starts` is cu_seqlens: the tokens of sequence `b` begin
+    /// at row `starts[b]`. `past_seqlens[b]` keys precede them in the cache. lse, which may be
+    /// null, is (query head, token).
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn run_paged<T: MmaElement>(
         q: Global<T>,
@@ -212,21 +212,21 @@ impl<const M: usize, const D8: usize, const N8: usize, const THREADS: u32>
 impl<const M: usize, const D8: usize, const N8: usize, const THREADS: u32, const MASKED: bool>
     Tiled<M, D8, N8, THREADS, MASKED>
 {
-    /// Oldest compute capability, times ten.
+    /// Lowest compute capability, times ten.
     pub const MIN_SM: u32 = 75;
     /// Largest head size.
     pub const HEAD_SIZE: u32 = D8 as u32 * 8;
-    /// Packed query rows of a block.
+    /// Packed query rows of a CTA.
     pub const ROWS: u32 = THREADS / 32 * Self::WARP_ROWS;
     /// Keys of a tile.
     pub const KEYS: u32 = N8 as u32 * 8;
-    /// Threads of a block.
+    /// Threads of a CTA.
     pub const THREADS: u32 = THREADS;
-    /// Shared memory of a block.
+    /// Shared memory of a CTA, in bytes.
     pub const SHARED_BYTES: u32 = Self::KEPT + 16 * Self::ROWS;
 
-    /// Pairs of units of which registers hold a warp's queries: as many as fit beside its output
-    /// and scores, so that shared memory is read less. What is matched are the registers of all
+    /// Pairs of units of a warp's queries that registers hold, which saves reads from shared
+    /// memory: as many as fit beside output and scores. The match is over the registers of all
     /// three.
     const KEPT_PAIRS: usize = match M * (6 * D8 + 4 * N8) {
         _ if D8 < 8 || MASKED => 0,
@@ -237,7 +237,8 @@ impl<const M: usize, const D8: usize, const N8: usize, const THREADS: u32, const
     const WARP_ROWS: u32 = M as u32 * 16;
     const KEPT: u32 = swizzled_bytes(Self::ROWS + 2 * Self::KEYS, D8);
 
-    /// One block, with a bias or without, of queries that are rotated or still have to be.
+    /// The body of a CTA, with or without a bias; `rotate` rotates queries that are not rotated
+    /// yet.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn block<T: MmaElement, L: Layout>(
         p: &AttentionParams,
@@ -264,8 +265,8 @@ impl<const M: usize, const D8: usize, const N8: usize, const THREADS: u32, const
         Self::write(p, rows, out, Self::queries());
     }
 
-    /// A lane's part in reading left and right operands, made anew in each step: the loop has no
-    /// registers to keep it in.
+    /// A lane's addresses for A and B operands, recomputed in each step: no registers are left to
+    /// hold them across the mainloop.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn reads() -> [WarpRead<D8>; 2] {
         let lane = opaque(lane());
@@ -278,20 +279,20 @@ impl<const M: usize, const D8: usize, const N8: usize, const THREADS: u32, const
         Swizzled::at(0).from(Self::WARP_ROWS * warp())
     }
 
-    /// Where row `r` of the tile is kept.
+    /// Address of row `r`'s description.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn kept(r: u32) -> Shared<u32> {
         Shared::at(Self::KEPT + 16 * r)
     }
 
-    /// A lane's row of a block of the warp's 16-row blocks.
+    /// A lane's row in block `m` of the warp's 16-row blocks.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn row(m: usize, half: usize) -> Row {
         Row::kept(Self::kept(Self::WARP_ROWS * warp() + 16 * m as u32 + row_of(half)))
     }
 
-    /// Starts copying the queries, and keeps what the block must know of its rows. Where queries
-    /// are does not depend on the sequence's length, which is on its way meanwhile.
+    /// Starts copying the queries, and stores the row descriptions. The addresses of the queries do
+    /// not depend on the sequence's length, whose load is in flight meanwhile.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn load_queries<T: MmaElement>(
         p: &AttentionParams,
@@ -331,7 +332,7 @@ impl<const M: usize, const D8: usize, const N8: usize, const THREADS: u32, const
         }
     }
 
-    /// The loop over key tiles.
+    /// The mainloop over key tiles.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn attend<T: MmaElement, L: Layout>(
         p: &AttentionParams,
@@ -348,7 +349,7 @@ impl<const M: usize, const D8: usize, const N8: usize, const THREADS: u32, const
         let scale = ScoreScale::new(p.scale, p.softcap);
         let span = layout.span(rows);
         let copy = |tile, source, begin, spots| {
-            // Anew too: there is no register for it either.
+            // Recomputed too: no register is left to hold it.
             let copy = RowCopy::<D8, THREADS>::of(opaque(thread_idx()));
             let range = begin..span.some.end;
             layout.start(copy, tile, Self::KEYS, p.head_size, source, range, spots);
@@ -403,8 +404,8 @@ impl<const M: usize, const D8: usize, const N8: usize, const THREADS: u32, const
         sync_threads();
     }
 
-    /// The same with a bias or a mask: in a loop of its own, because what both need beside the
-    /// other's registers does not fit at head size 128.
+    /// [`attend`](Self::attend) with a bias or a mask. A loop of its own, because at head size 128
+    /// one loop for both would not fit the registers.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn attend_masked<T: MmaElement>(
         p: &AttentionParams,
@@ -426,7 +427,7 @@ impl<const M: usize, const D8: usize, const N8: usize, const THREADS: u32, const
             cp_async_commit();
         };
 
-        // Two keys that are read at a time start at an even one.
+        // Pairs of keys that are read together start at an even key.
         let mut begin = span.some.first / 8 * 8;
         copy(keys, k, begin);
         while begin < span.some.end {
@@ -465,7 +466,7 @@ impl<const M: usize, const D8: usize, const N8: usize, const THREADS: u32, const
         *states = to_log2(*states);
     }
 
-    /// Writes the warp's rows of the tile that was the queries'.
+    /// Writes the warp's output rows, which replaced its queries in the tile.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn write<T: MmaElement>(
         p: &AttentionParams,
@@ -473,7 +474,7 @@ impl<const M: usize, const D8: usize, const N8: usize, const THREADS: u32, const
         out: Global<T>,
         mine: Swizzled<T, D8>,
     ) {
-        /// Lanes on a row.
+        /// Lanes per row.
         const ACROSS: u32 = 8;
         for r in (lane() / ACROSS..Self::WARP_ROWS).step_by((32 / ACROSS) as usize) {
             let row = Row::kept(Self::kept(Self::WARP_ROWS * warp() + r));

@@ -1,19 +1,18 @@
-//! Flash attention on tensor cores in float32: `tiled` with three products of TF32 for each one
-//! ("3xTF32"), nearly as exact as float32.
+//! FlashAttention on tensor cores in float32: `tiled` with three TF32 products for each float32
+//! product ("3xTF32"), nearly as exact as float32.
 //!
-//! **One block** computes a tile of `ROWS` packed query rows over the keys that any of them sees,
-//! `KEYS` at a time; **grid**, **tensors** and the **order** of copies and barriers are those of
+//! **One CTA** computes a tile of `ROWS` packed query rows over the keys that any of them sees,
+//! `KEYS` at a time; **grid**, **tensors** and the **pipeline** are the same as in
 //! [`tiled`](super::tiled). Strides are multiples of 4; the head size is any multiple of 4 up to
 //! `HEAD_SIZE`.
 //!
 //! **Shared memory**: `queries [ROWS] | keys [KEYS] | values [KEYS]`, swizzled rows of `HEAD_SIZE`
-//! elements, then what the block must know of each row: which row and head it is, and the keys it
-//! sees.
+//! elements, then for each row its query row, its head and the keys it sees.
 //!
-//! **Numerics**: [`tf32`](crate::tile::tf32). Scores, softmax, weights and output are float32; the
-//! keys of a tile are added up apart before they join the output. Keys behind those that the tile
-//! sees are zero in shared memory, whatever the cache holds. Only tiles that some row sees partly
-//! are masked. Rows of padding give 0 and -inf.
+//! **Numerics**: [`tf32`](crate::tile::tf32). Scores, softmax, P and output are float32; P · V of a
+//! key tile accumulates separately before it is added to the output. Keys past the tile's last
+//! visible one are zero in shared memory, whatever the cache holds. Only key tiles that some row
+//! does not see whole are masked. Padding rows give 0 and -inf.
 
 use crate::concept::softmax::SoftmaxState;
 use crate::params::AttentionParams;
@@ -26,8 +25,8 @@ use crate::tile::softmax::{ScoreScale, States, mask, weigh_row};
 use crate::tile::swizzle::{RowCopy, Swizzled, WarpRead, swizzled_bytes};
 use crate::tile::tf32::{ValueRead, accumulate, output, scores};
 
-/// A shape of tiles: warps of `M` blocks of 16 rows, `D8` blocks of 8 columns, which are `UNITS` of
-/// 16 bytes, `N8` blocks of 8 keys.
+/// A tile shape: warps of `M` blocks of 16 rows, `D8` blocks of 8 columns, which are `UNITS` units
+/// of 16 bytes, `N8` blocks of 8 keys.
 pub struct TiledF32<
     const M: usize,
     const D8: usize,
@@ -36,8 +35,8 @@ pub struct TiledF32<
     const THREADS: u32,
 >;
 
-// A block of rows per warp everywhere: two of them read K and V half as often, but products, not
-// reads, are what the time goes into.
+// Every warp has one 16-row block: two would read K and V half as often, but these kernels are
+// bound by products, not by reads.
 
 /// Head sizes up to 32.
 pub type D32 = TiledF32<1, 4, 8, 8, 128>;
@@ -55,21 +54,21 @@ pub type D192 = TiledF32<1, 24, 48, 2, 128>;
 impl<const M: usize, const D8: usize, const UNITS: usize, const N8: usize, const THREADS: u32>
     TiledF32<M, D8, UNITS, N8, THREADS>
 {
-    /// Oldest compute capability, times ten.
+    /// Lowest compute capability, times ten.
     pub const MIN_SM: u32 = 80;
     /// Largest head size.
     pub const HEAD_SIZE: u32 = D8 as u32 * 8;
-    /// Packed query rows of a block.
+    /// Packed query rows of a CTA.
     pub const ROWS: u32 = THREADS / 32 * Self::WARP_ROWS;
     /// Keys of a tile.
     pub const KEYS: u32 = N8 as u32 * 8;
-    /// Threads of a block.
+    /// Threads of a CTA.
     pub const THREADS: u32 = THREADS;
-    /// Shared memory of a block.
+    /// Shared memory of a CTA, in bytes.
     pub const SHARED_BYTES: u32 = Self::KEPT + 16 * Self::ROWS;
 
     const WARP_ROWS: u32 = M as u32 * 16;
-    /// Where it is kept what a row is.
+    /// Offset of the row descriptions.
     const KEPT: u32 = swizzled_bytes(Self::ROWS + 2 * Self::KEYS, UNITS);
 
     /// The kernel.
@@ -95,7 +94,7 @@ impl<const M: usize, const D8: usize, const UNITS: usize, const N8: usize, const
         Self::write(&p, &rows, &acc, factors, out);
     }
 
-    /// Where row `r` of the tile is kept.
+    /// Address of row `r`'s description.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn kept(r: u32) -> Shared<u32> {
         Shared::at(Self::KEPT + 16 * r)
@@ -107,7 +106,7 @@ impl<const M: usize, const D8: usize, const UNITS: usize, const N8: usize, const
         Row::kept(Self::kept(warp() * Self::WARP_ROWS + 16 * m as u32 + row_of(half)))
     }
 
-    /// Keeps what the block must know of its rows, then starts copying the queries.
+    /// Stores the row descriptions, then starts copying the queries.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn load_queries(p: &AttentionParams, rows: &Rows, q: Global<f32>) {
         for r in (thread_idx()..Self::ROWS).step_by(THREADS as usize) {
@@ -123,7 +122,7 @@ impl<const M: usize, const D8: usize, const UNITS: usize, const N8: usize, const
         });
     }
 
-    /// The loop over key tiles.
+    /// The mainloop over key tiles.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn attend(
         p: &AttentionParams,
@@ -202,8 +201,7 @@ impl<const M: usize, const D8: usize, const UNITS: usize, const N8: usize, const
     }
 }
 
-/// Turns scores into weights against the rows' new maxima; returns the factors for what was
-/// accumulated against the old ones.
+/// Turns scores into P with the rows' new maxima; returns the rescale factors of the accumulators.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn weigh<const M: usize, const N8: usize>(
     states: &mut States<M>,

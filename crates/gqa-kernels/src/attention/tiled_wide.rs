@@ -1,35 +1,36 @@
-//! Flash attention on tensor cores for heads larger than 256, whose output does not fit the
-//! registers of a warp: prompts, chunks and tokens alike.
+//! FlashAttention on tensor cores for heads larger than 256, whose output does not fit the
+//! registers of a warp: prefill, chunked prefill and decode.
 //!
-//! **One block** computes a tile of `ROWS` packed query rows, as [`tiled`](super::tiled) packs
-//! them, against one split of the keys that they see. Of each 16 `M` rows a *group* of warps shares
-//! the work: each warp scores some of a tile's keys, and accumulates some of the output's columns.
+//! **One CTA** computes a tile of `ROWS` packed query rows, packed as in [`tiled`](super::tiled),
+//! against one split of the keys that they see. A *group* of warps shares each 16 `M` rows: each
+//! warp computes the scores of some of a tile's keys, and accumulates some of the output's columns.
 //!
-//! **Grid**: `row tiles × KV heads × batch` in x, late rows first, splits of the keys in y.
-//! **Block**: `THREADS` threads.
+//! **Grid**: `row tiles × KV heads × batch` in x, last rows first; splits of the keys in y.
+//! **CTA**: `THREADS` threads.
 //!
 //! **Tensors**: q, k, v, out and lse as in [`tiled`](super::tiled). With more than one split the
-//! block writes partial_out and partial_lse, as [`split_kv`](super::split_kv) does, and
-//! [`combine`](super::combine) makes out and lse of them; partial_out is written in pairs of f32.
+//! CTA writes partial_out and partial_lse, as [`split_kv`](super::split_kv) does, and
+//! [`combine`](super::combine) merges them into out and lse; partial_out is written in pairs of
+//! f32.
 //!
 //! **Shared memory**: `queries [ROWS] | keys [KEYS] | values [KEYS]`, swizzled rows of `HEAD_SIZE`
-//! elements; `weights [ROWS]`, swizzled rows of `KEYS` elements; what the block must know of each
-//! row; of each row, a number per warp of its group. In the end each warp's columns of the query
-//! rows carry its output on the way to 16-byte stores.
+//! elements; P as `weights [ROWS]`, swizzled rows of `KEYS` elements; the description of each row;
+//! for each row one f32 per warp of its group, for reductions. In the epilogue the output passes
+//! through each warp's columns of the query rows to become 16-byte stores.
 //!
-//! **Order**: a barrier lets everybody read what is known of rows. Then, for key tile `j`:
+//! **Pipeline**: a barrier publishes the row descriptions. Then, for key tile `j`:
 //!
 //! ```text
-//! wait for K_j ‖ barrier (K_j is there; all are done with V_{j-1} and the weights)    start V_j
+//! wait for K_j ‖ barrier (K_j has arrived; all are done with V_{j-1} and P)       start V_j
 //!     S = Q K_jᵀ of some keys, mask, maxima to shared memory
-//!     barrier of the group (maxima are there)
-//!     softmax, weights to shared memory
-//! wait for V_j ‖ barrier (V_j and the weights are there; all have read K_j)    start K_{j+1}
+//!     barrier of the group (maxima are stored)
+//!     softmax, P to shared memory
+//! wait for V_j ‖ barrier (V_j has arrived, P is stored; all have read K_j)    start K_{j+1}
 //!     O += P V_j of some columns
 //! ```
 //!
-//! A maximum is written again only behind two block barriers. After the loop the maxima's places
-//! take the warps' sums, between barriers of the group.
+//! Two CTA barriers lie between two writes of a maximum. After the loop the warps' sums take the
+//! place of the maxima, between barriers of the group.
 //!
 //! **Numerics**: as in [`tiled`](super::tiled).
 
@@ -48,8 +49,8 @@ use crate::tile::softmax::{ScoreScale, States, mask, row_max, total, weigh_again
 use crate::tile::swizzle::{RowCopy, Swizzled, WarpRead, swizzled_bytes};
 use crate::tile::wide::{accumulate, store_weights};
 
-/// A shape of tiles. A warp has `M` blocks of 16 rows; it scores `N8` of the `K8` blocks of 8 keys,
-/// and accumulates `D8` of the `UNITS` blocks of 8 columns.
+/// A tile shape. A warp has `M` blocks of 16 rows; it computes the scores of `N8` of the `K8`
+/// blocks of 8 keys, and accumulates `D8` of the `UNITS` blocks of 8 columns.
 pub struct TiledWide<
     const THREADS: u32,
     const M: usize,
@@ -59,34 +60,33 @@ pub struct TiledWide<
     const UNITS: usize,
 >;
 
-// One shape per number of rows and shared memory of an SM. A block of rows per warp everywhere: two
-// halve the reads of V from shared memory, and are slower.
+// One shape per number of rows and size of shared memory. Every warp has one 16-row block: two
+// would halve the reads of V from shared memory, but are slower.
 
-/// For tokens where an SM has 99 KiB: 16 rows, 32 keys.
+/// Decode with 99 KiB of shared memory per CTA: 16 rows, 32 keys.
 pub type Rows16Keys32 = TiledWide<128, 1, 1, 4, 16, 64>;
-/// For tokens where an SM has 163 KiB.
+/// Decode with 163 KiB of shared memory per CTA.
 pub type Rows16Keys64 = TiledWide<256, 1, 1, 8, 8, 64>;
-/// For short chunks, and for prompts where an SM has 99 KiB.
+/// Short chunks, and prefill with 99 KiB of shared memory per CTA.
 pub type Rows32Keys32 = TiledWide<256, 1, 1, 4, 16, 64>;
-/// For short chunks where an SM has 227 KiB.
+/// Short chunks with 227 KiB of shared memory per CTA.
 pub type Rows32Keys64 = TiledWide<256, 1, 2, 8, 16, 64>;
-/// For prompts where an SM has 163 KiB.
+/// Prefill with 163 KiB of shared memory per CTA.
 pub type Rows64Keys32 = TiledWide<256, 1, 2, 4, 32, 64>;
-/// For prompts where an SM has 227 KiB.
+/// Prefill with 227 KiB of shared memory per CTA.
 pub type Rows64Keys64 = TiledWide<256, 1, 4, 8, 32, 64>;
 
-/// Blocks of a call whose kernel has tiles of `rows` rows.
+/// Grid of a call whose kernel has tiles of `rows` rows.
 pub fn grid(p: &AttentionParams, rows: u32) -> [u32; 3] {
     [row_tiles(p, rows) * p.kv_heads * p.batch, p.splits, 1]
 }
 
-/// Into how many splits to cut the keys of tiles of `rows` rows and `keys` keys: the number for
-/// which the call ends first on a device with that many SMs, if the longest sequence has `max_keys`
-/// keys.
+/// Number of KV splits for tiles of `rows` rows and `keys` keys that minimises the estimated time
+/// on `multiprocessors` SMs, if the longest sequence has `max_keys` keys.
 ///
-/// A SM takes as long as all its blocks need one after the other, however many of them it holds.
-/// Times are in microseconds on an H200, in which a block does 16 keys; then
-/// [`combine`](super::combine) reads what splits left.
+/// An SM takes as long as its CTAs would take one after the other, however many of them it holds.
+/// Times are in microseconds on an H200, where a CTA processes 16 keys per microsecond; then
+/// [`combine`](super::combine) merges the splits.
 #[cfg(not(target_arch = "nvptx64"))]
 pub fn splits(
     p: &AttentionParams,
@@ -95,14 +95,14 @@ pub fn splits(
     max_keys: u32,
     multiprocessors: u32,
 ) -> u32 {
-    /// Keys of a block in a microsecond.
+    /// Keys that a CTA processes in a microsecond.
     const RATE: u64 = 16;
-    /// To start and end a block; to start the merge, and splits of a row that it reads in a
-    /// microsecond.
+    /// Cost of starting and ending a CTA; cost of starting the merge; splits of a row that the
+    /// merge reads in a microsecond.
     const BLOCK: u64 = 3;
     const MERGE: u64 = 3;
     const MERGED: u64 = 10;
-    /// Bytes of splits that are written and read in a microsecond.
+    /// Bytes of split results that are written and read in a microsecond.
     const BYTES: u64 = 2 << 20;
     let visible =
         if p.window > 0 { max_keys.min(p.window.saturating_add(p.q_len - 1)) } else { max_keys };
@@ -129,17 +129,17 @@ impl<
     const UNITS: usize,
 > TiledWide<THREADS, M, N8, K8, D8, UNITS>
 {
-    /// Oldest compute capability, times ten.
+    /// Lowest compute capability, times ten.
     pub const MIN_SM: u32 = 80;
     /// Largest head size.
     pub const HEAD_SIZE: u32 = UNITS as u32 * 8;
-    /// Packed query rows of a block.
+    /// Packed query rows of a CTA.
     pub const ROWS: u32 = THREADS / Self::GROUP * Self::GROUP_ROWS;
     /// Keys of a tile.
     pub const KEYS: u32 = K8 as u32 * 8;
-    /// Threads of a block.
+    /// Threads of a CTA.
     pub const THREADS: u32 = THREADS;
-    /// Shared memory of a block.
+    /// Shared memory of a CTA, in bytes.
     pub const SHARED_BYTES: u32 = Self::NUMBERS + Self::ROWS * Self::WARPS * 4;
 
     /// Warps of a group.
@@ -210,7 +210,7 @@ impl<
         Swizzled::at(0).from(Self::GROUP_ROWS * Self::group())
     }
 
-    /// Where row `r` of the tile is kept.
+    /// Address of row `r`'s description.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn kept(r: u32) -> Shared<u32> {
         Shared::at(Self::KEPT + 16 * r)
@@ -222,19 +222,19 @@ impl<
         Row::kept(Self::kept(Self::row_of(m, half)))
     }
 
-    /// A lane's row of the tile.
+    /// Number of a lane's row in the tile.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn row_of(m: usize, half: usize) -> u32 {
         Self::GROUP_ROWS * Self::group() + 16 * m as u32 + row_of(half)
     }
 
-    /// The numbers that the group's warps have of a lane's row.
+    /// Where the group's warps exchange their values of a lane's row.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn numbers(m: usize, half: usize) -> Shared<f32> {
         Shared::at(Self::NUMBERS).offset(Self::row_of(m, half) * Self::WARPS)
     }
 
-    /// Keeps what the block must know of its rows, then starts copying the queries.
+    /// Stores the row descriptions, then starts copying the queries.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn load_queries<T: MmaElement>(p: &AttentionParams, rows: &Rows, q: Global<T>) {
         if thread_idx() < Self::ROWS {
@@ -250,7 +250,7 @@ impl<
         });
     }
 
-    /// The loop over key tiles.
+    /// The mainloop over key tiles.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn attend<T: MmaElement>(
         p: &AttentionParams,
@@ -310,8 +310,8 @@ impl<
         sync_threads();
     }
 
-    /// Turns the warp's scores into weights against the group's new maxima; returns the factors for
-    /// what was accumulated against the old ones.
+    /// Turns the warp's scores into P with the group's new row maxima; returns the rescale factors
+    /// of the accumulators.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn weigh(
         states: &mut States<M>,
@@ -343,7 +343,7 @@ impl<
         states
     }
 
-    /// Shows the group a number that four lanes have of each row.
+    /// Shares with the group a value that the four lanes of each row hold.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn publish(number: impl Fn(usize, usize) -> f32) {
         for m in 0..M {
@@ -357,15 +357,15 @@ impl<
         Self::sync_group();
     }
 
-    /// Joins the numbers that the group's warps have of a lane's row.
+    /// Reduces the values that the group's warps hold of a lane's row.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn join(m: usize, half: usize, join: impl Fn(f32, f32) -> f32) -> f32 {
         let numbers = Self::numbers(m, half);
         (1..Self::WARPS).fold(numbers.load(0), |joined, warp| join(joined, numbers.load(warp)))
     }
 
-    /// Ends a lane's rows: sinks join, and the group's first warp writes log-sum-exps. Returns what
-    /// the output is multiplied by.
+    /// Finishes a lane's rows: adds attention sinks, and the group's first warp writes
+    /// log-sum-exps. Returns the factors that normalise the output.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn close<T: MmaElement>(
         p: &AttentionParams,
@@ -400,7 +400,7 @@ impl<
         factors: [[f32; 2]; M],
         out: Global<T>,
     ) {
-        /// Lanes on a row.
+        /// Lanes per row.
         const ACROSS: u32 = 8;
         let first = D8 as u32 * Self::member();
         let mine = Self::queries::<T>().from_unit(first);
@@ -420,8 +420,8 @@ impl<
         }
     }
 
-    /// Writes the warp's columns of this split's result, unless it saw nothing, and the group's
-    /// first warp its log-sum-exp.
+    /// Writes the warp's columns of this split's result, unless it saw no key; the group's first
+    /// warp writes its log-sum-exp.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn write_partial(
         p: &AttentionParams,
@@ -450,7 +450,7 @@ impl<
         }
     }
 
-    /// Writes a lane's columns of row `index` of the splits' results.
+    /// Writes a lane's columns of row `index` of partial_out.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn write_row(
         p: &AttentionParams,
@@ -471,8 +471,8 @@ impl<
     }
 }
 
-/// Rescales what was accumulated; in most steps no row of the warp has a new maximum, and there is
-/// nothing to do.
+/// Rescales the accumulators; skipped in the many steps in which no row of the warp has a new
+/// maximum.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn multiply<const M: usize, const D8: usize>(acc: &mut Fragments<M, D8>, rescale: [[f32; 2]; M]) {
     if any_sync(rescale.as_flattened().iter().any(|&factor| factor != 1.0)) {

@@ -1,31 +1,32 @@
-//! Attention in three launches with every score in memory. Slow and large, and the only one that
-//! can hand out scores as they are before the mask; the last resort for everything else.
+//! Attention in three launches with all scores in global memory. Slow and memory-hungry, but the
+//! only implementation that can return scores from before the mask, and the fallback for all other
+//! calls.
 //!
 //! ```text
 //! q          (batch, query head, row, head_size)
 //! k          (batch, KV head, key, head_size)
 //! v          (batch, KV head, key, v_head_size)
-//! scores     (batch, query head, row, qk_columns)  f32, contiguous: q·k, then weights
+//! scores     (batch, query head, row, qk_columns)  f32, contiguous: q·k, then P
 //! bias, mask (batch, query head, row, key)         as in [`general`](super::general)
 //! head_sink  (query head)                          null unless sink::PER_HEAD
 //! out        (batch, query head, row, v_head_size) of the element type or f32
-//! lse        (batch, query head, row)              f32, contiguous; null: not wanted
-//! output_qk  (batch, query head, row, qk_columns)  contiguous; null unless wanted
+//! lse        (batch, query head, row)              f32, contiguous, or null
+//! output_qk  (batch, query head, row, qk_columns)  contiguous, or null
 //! ```
 //!
 //! 1. [`unfused_scores`]: q·k of all rows and keys.
-//! 2. [`unfused_softmax`]: a warp turns a row of these into weights in place: scale, softcap, bias,
-//!    mask, softmax; output_qk on the way.
-//! 3. [`unfused_values`]: the weights times V.
+//! 2. [`unfused_softmax`]: a warp turns a row of scores into P in place: scale, softcap, bias,
+//!    mask, softmax; it writes output_qk on the way.
+//! 3. [`unfused_values`]: P times V.
 //!
 //! **Products.** The query heads of a group are packed as rows ([`Group`]), so K and V are read
-//! through strides and never repeated. A block computes [`TILE`] by [`TILE`] numbers, 4 by 4 to a
-//! thread; both operands pass through shared memory `DEPTH` at a time, transposed, so that a
-//! thread's four rows and four columns are a vector each. Each staged pair lies between two block
-//! barriers. Nothing has to be aligned. All grids are one-dimensional and stride.
+//! through strides and never repeated. A CTA computes [`TILE`] by [`TILE`] elements, 4 by 4 per
+//! thread. Both operands pass through shared memory, `DEPTH` at a time and transposed, so that a
+//! thread's four rows and four columns are one vector each. CTA barriers precede and follow the
+//! reads of each staged pair. No alignment is required. All grids are one-dimensional; CTAs stride
+//! over the work.
 //!
-//! **Numerics.** f32 throughout, one rounding at the end. V behind a sequence's length is not read,
-//! whatever it holds.
+//! **Numerics.** f32 throughout, one rounding at the end. V past the end of a sequence is not read.
 
 use super::general::{add_bias, warp_max, warp_sum};
 use crate::concept::band::Band;
@@ -37,27 +38,27 @@ use crate::simt::{
     Global, Shared, block_idx_x, fma, grid_dim_x, lane, max, sync_threads, thread_idx, warp,
 };
 
-/// Threads of a block.
+/// Threads of a CTA.
 pub const THREADS: u32 = 256;
-/// Rows and columns of a block's product.
+/// Rows and columns of a CTA's product.
 pub const TILE: u32 = 64;
-/// Shared memory of a block: two operands, (DEPTH, PITCH) f32 each.
+/// Shared memory of a CTA, in bytes: two operands, (DEPTH, PITCH) f32 each.
 pub const SHARED_BYTES: u32 = 2 * OPERAND_BYTES;
 
 const WARPS: u32 = THREADS / 32;
-/// Numbers that are summed between two barriers.
+/// Depth of the product between two barriers.
 const DEPTH: u32 = 16;
 /// Elements from one staged line to the next.
 const PITCH: u32 = TILE + 4;
 const OPERAND_BYTES: u32 = DEPTH * PITCH * 4;
 
-/// (batch, query head, row): the rows of scores.
+/// Rows of scores: batch × query heads × query rows.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn rows(p: &AttentionParams) -> u64 {
     p.batch as u64 * p.q_heads as u64 * p.q_len as u64
 }
 
-/// Tiles of packed rows by tiles of `columns`, over all batch entries and KV heads.
+/// Tiles of packed rows times tiles of `columns`, over all batch entries and KV heads.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn tiles(p: &AttentionParams, columns: u32) -> u64 {
     p.batch as u64 * p.kv_heads as u64 * row_tiles(p) as u64 * columns.div_ceil(TILE) as u64
@@ -68,17 +69,17 @@ fn row_tiles(p: &AttentionParams) -> u32 {
     Group::new(p.q_heads, p.kv_heads).rows(p.q_len).div_ceil(TILE).max(1)
 }
 
-/// Blocks of [`unfused_scores`].
+/// Grid of [`unfused_scores`].
 pub fn scores_grid(p: &MaskedParams) -> [u32; 3] {
     blocks(tiles(&p.attention, p.attention.qk_columns))
 }
 
-/// Blocks of [`unfused_softmax`].
+/// Grid of [`unfused_softmax`].
 pub fn softmax_grid(p: &MaskedParams) -> [u32; 3] {
     blocks(rows(&p.attention).div_ceil(WARPS as u64))
 }
 
-/// Blocks of [`unfused_values`].
+/// Grid of [`unfused_values`].
 pub fn values_grid(p: &MaskedParams) -> [u32; 3] {
     blocks(tiles(&p.attention, p.v_head_size))
 }
@@ -87,7 +88,7 @@ fn blocks(wanted: u64) -> [u32; 3] {
     [wanted.clamp(1, i32::MAX as u64) as u32, 1, 1]
 }
 
-/// A block's part of a product.
+/// A CTA's tile of a product.
 struct Tile {
     batch: u32,
     kv_head: u32,
@@ -113,7 +114,7 @@ impl Tile {
         }
     }
 
-    /// (query row, query head) of row `r` of the tile; `None` behind the last.
+    /// (query row, query head) of row `r` of the tile; `None` past the last.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn place(&self, r: u32, p: &AttentionParams) -> Option<(u32, u32)> {
         let (s, head) = self.group.unpack(self.kv_head, self.row + r);
@@ -121,7 +122,7 @@ impl Tile {
     }
 }
 
-/// First score of a row.
+/// Index of a row's first score.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn line(p: &AttentionParams, batch: u32, head: u32, s: u32) -> usize {
     let head = batch as usize * p.q_heads as usize + head as usize;
@@ -146,7 +147,7 @@ fn columns_at() -> Shared<f32> {
     Shared::at(OPERAND_BYTES)
 }
 
-/// Adds what is staged to a thread's part.
+/// Accumulates the staged operands into a thread's part.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn multiply(product: &mut Product) {
     let (row, column) = corner();
@@ -167,8 +168,7 @@ fn duty() -> u32 {
     thread_idx() / 4
 }
 
-/// Stages four of the elements `depth ..` of a row of `size`; 0 behind its end, or where there is
-/// no row.
+/// Stages four of the elements `depth ..` of a row of `size`; 0 past its end or if there is no row.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn stage_row<T: Element>(
     to: Shared<f32>,
@@ -246,7 +246,7 @@ fn store_scores(tile: &Tile, product: &Product, scores: Global<f32>, p: &Attenti
     }
 }
 
-/// Scores to weights, a warp per row.
+/// Turns scores into P, a warp per row.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn unfused_softmax<T: Element>(
     seqlens_k: Global<i32>,
@@ -286,13 +286,13 @@ pub fn unfused_softmax<T: Element>(
     }
 }
 
-/// One row of scores. A lane only ever touches every 32nd of them, so no barrier is needed between
-/// the passes.
+/// One row of scores. A lane only ever accesses its own elements, every 32nd of them, so the passes
+/// need no barrier between them.
 struct Line<'a, T> {
     scores: Global<f32>,
     bias: Global<T>,
     mask: Global<u8>,
-    /// The row's first bias or mask.
+    /// Index of the row's first bias or mask element.
     bias_at: usize,
     output_qk: Global<T>,
     p: &'a AttentionParams,
@@ -309,7 +309,7 @@ impl<T: Element> Line<'_, T> {
         }
     }
 
-    /// Writes an element of output_qk if this is what it is to be.
+    /// Writes an element of output_qk if the call wants the values of this `mode`.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn hand_out(&self, mode: u32, key: u32, value: f32) {
         if self.p.qk_output == mode {
@@ -317,7 +317,7 @@ impl<T: Element> Line<'_, T> {
         }
     }
 
-    /// q·k becomes the score, -inf outside of keys `first .. end`. Returns the largest of the row.
+    /// Turns q·k into scores, -inf outside of keys `first .. end`. Returns the row's maximum.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn scores(&self, first: u32, end: u32) -> f32 {
         let mut largest = f32::NEG_INFINITY;
@@ -352,7 +352,7 @@ impl<T: Element> Line<'_, T> {
         score
     }
 
-    /// Scores become weights relative to the largest. Returns this lane's share of their sum.
+    /// Turns scores into P with the row's maximum. Returns this lane's share of the row sum.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn weigh(&self, state: &PlainState) -> f32 {
         let mut sum = 0.0;
@@ -364,7 +364,7 @@ impl<T: Element> Line<'_, T> {
         sum
     }
 
-    /// Weights become fractions.
+    /// Normalises P.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn normalise(&self, factor: f32) {
         self.each(|key| {
@@ -375,7 +375,7 @@ impl<T: Element> Line<'_, T> {
     }
 }
 
-/// The weights times V, as elements of `O`.
+/// P times V, as elements of `O`.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn unfused_values<T: Element, O: Element>(
     v: Global<T>,
@@ -396,7 +396,7 @@ pub fn unfused_values<T: Element, O: Element>(
     }
 }
 
-/// Over the sequence's valid `keys`.
+/// The product of a tile over the sequence's valid `keys`.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn values_tile<T: Element>(
     tile: &Tile,

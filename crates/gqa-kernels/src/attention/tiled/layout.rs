@@ -1,4 +1,5 @@
-//! Where the rows of a call are: in tensors that have them side by side, or in [blocks](Blocks).
+//! Where the rows of a call lie: in contiguous tensors, or in the [blocks](Blocks) of a paged KV
+//! cache.
 
 use crate::num::Element;
 use crate::params::PagedTiledParams;
@@ -8,41 +9,41 @@ use crate::tile::rows::{Row, Rows, Span};
 use crate::tile::swizzle::{RowCopy, Swizzled};
 use core::ops::Range;
 
-/// What finds the rows of a tile's sequence.
+/// Finds the rows of a tile's sequence.
 pub trait Layout: Copy {
-    /// Tiles of keys begin at multiples of as many rows.
+    /// Key tiles begin at multiples of this many rows.
     const PIECE: u32;
-    /// Where the rows of a tile of keys are, as far as that is looked up.
+    /// Page offsets of the rows of a key tile, as far as they are looked up in advance.
     type Spots: Copy;
 
-    /// The number of the tile's row `r` in tensors of queries, and its query head.
+    /// Number of the tile's row `r` in the tensor of queries, and its query head.
     fn query(self, rows: &Rows, r: u32) -> (u32, u32);
 
-    /// The tile's row `r`, by that number.
+    /// The tile's row `r`, with that number.
     fn row(self, rows: &Rows, r: u32) -> Row;
 
     /// The keys that the tile sees.
     fn span(self, rows: &Rows) -> Span;
 
-    /// Looks up where the keys of the tile from `begin + further` on are; for those from `end` on
-    /// the last one before stands.
+    /// Looks up the page offsets of the key tile from `begin + further` on; keys from `end` on
+    /// repeat the last one before `end`.
     fn find(self, begin: u32, further: u32, end: u32) -> Self::Spots;
 
-    /// Whether a key of the tile is nowhere, because the table leads outside of the cache.
+    /// Whether a key of the tile lies outside of the cache because its block table entry does.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn lacks_keys(self, _: Self::Spots) -> bool {
         false
     }
 
-    /// Whether key `key` is.
+    /// Whether key `key` lies outside of the cache.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn is_nowhere(self, _: u32) -> bool {
         false
     }
 
     /// Starts copying `rows` rows, a constant, from row `keys.start` on, of a head that starts at
-    /// `source.0` and whose rows are `source.1` elements apart. Rows from `keys.end` on or that
-    /// are nowhere, and columns from `width` on, become zero.
+    /// `source.0` and whose rows are `source.1` elements apart. Rows from `keys.end` on or outside
+    /// of the cache, and columns from `width` on, become zero.
     fn start<T: Element, const UNITS: usize, const THREADS: u32>(
         self,
         copy: RowCopy<UNITS, THREADS>,
@@ -55,7 +56,7 @@ pub trait Layout: Copy {
     );
 }
 
-/// Tensors of (batch, head, row).
+/// Contiguous tensors (batch, head, row).
 #[derive(Clone, Copy)]
 pub struct SideBySide;
 
@@ -96,18 +97,18 @@ impl Layout for SideBySide {
     }
 }
 
-/// A paged KV cache, (block, row, KV head, head size), of which a table gives some blocks to each
-/// sequence, whose queries are tokens that lie behind those of the sequence before.
+/// A paged KV cache, (block, row, KV head, head size), and a sequence's row of the block table. The
+/// queries of all sequences are packed.
 ///
-/// Blocks have a power of two of rows, [`PIECE`](Layout::PIECE) or more, and tiles begin at
-/// multiples of as many, so that each piece of a tile lies in one block. Each lane of a warp looks
-/// one piece up while the tile before is on its way, and tells the others when that is copied:
-/// copies that waited for the table would be late.
+/// A block has a power of two of rows, at least [`PIECE`](Layout::PIECE), and key tiles begin at
+/// multiples of that, so that each piece of a tile lies in one block. Each lane of a warp looks up
+/// one piece while the previous tile is in flight, and broadcasts its offset when the tile is
+/// copied: copies that waited for the table would start late.
 #[derive(Clone, Copy)]
 pub struct Blocks(BlockTable);
 
 impl Blocks {
-    /// Those of sequence `batch`.
+    /// The blocks of sequence `batch`.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn new(table: Global<i32>, batch: u32, p: &PagedTiledParams) -> Self {
         Self(BlockTable {
@@ -139,10 +140,10 @@ const PIECES: u32 = 4;
 
 impl Layout for Blocks {
     const PIECE: u32 = 16;
-    /// The place at which the lane's piece begins.
+    /// The cache row at which the lane's piece begins.
     type Spots = u32;
 
-    /// Rows that the tile does not have are behind all tokens.
+    /// Rows past the tile's last one get a number past all tokens.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn query(self, rows: &Rows, r: u32) -> (u32, u32) {
         let (s, head) = rows.query(r);

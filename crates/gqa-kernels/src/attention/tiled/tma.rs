@@ -1,29 +1,29 @@
-//! Flash attention whose K and V come by TMA: prefill on GPUs from Hopper on, above all on those
-//! that have TMA but no `wgmma`. A copy of a tile takes one thread, which writes shared memory
-//! without registers of its own, so that the warps do little but multiply.
+//! FlashAttention with TMA loads of K and V: prefill on Hopper and later GPUs, mainly those that
+//! have TMA but no `wgmma`. One thread starts the copy of a tile, and the copy takes no registers,
+//! so that the warps do little but multiply.
 //!
-//! **One block** computes what one of [`tiled`](super) does, on the same grid. For heads over 128
-//! it has eight warps and an SM for itself, so that each tile of K and V serves 128 rows.
+//! **One CTA** computes the same as in [`tiled`](super), on the same grid. For heads over 128 it
+//! has eight warps and an SM to itself, so that each K and V tile serves 128 rows.
 //!
-//! **Tensors**: as those of `tiled`; K and V through tensor maps of (batch, KV head, row, head
-//! size), a box `KEYS` rows of 64 columns.
+//! **Tensors**: as in `tiled`; K and V through tensor maps of (batch, KV head, row, head size),
+//! with boxes of `KEYS` rows by 64 columns.
 //!
 //! **Shared memory**: `queries | stages | barriers | KV head and sequence`. There are two stages of
-//! `keys | values | rows`; the first one's rows hold what the block must know of each query row.
-//! Queries, keys and values are cut into chunks of 64 columns with the 128-byte swizzle.
+//! `keys | values | rows`; the first stage's rows hold the description of each query row. Queries,
+//! keys and values are cut into chunks of 64 columns with the 128-byte swizzle.
 //!
-//! **Order**, for key tile `j` in stage `j % 2`; a stage's keys and values have two mbarriers each:
-//! *full* once the bytes are there, and *empty* once each warp has read them. One thread starts a
-//! copy, and the warps take turns at that.
+//! **Pipeline**, for key tile `j` in stage `j % 2`. Keys and values of a stage each have two
+//! mbarriers: *full* once the bytes have landed, and *empty* once each warp has read them. One
+//! thread starts a copy; the warps take turns.
 //!
 //! ```text
-//! wait for K_j       S = Q K_jᵀ                K_j is read      start V_{j+1} when V_{j-1} is read
-//! wait for V_j       softmax, O += P V_j       V_j is read      start K_{j+2} when K_j is read
+//! wait for K_j   S = Q K_jᵀ            release K_j   start V_{j+1} when V_{j-1} is empty
+//! wait for V_j   softmax, O += P V_j   release V_j   start K_{j+2} when K_j is empty
 //! ```
 //!
-//! A block barrier before the loop lets everybody read queries, rows and the initialised barriers.
-//! Another one is behind the clearing of values that lie after the sequence, which only the last
-//! tile may have.
+//! A CTA barrier before the loop publishes queries, row descriptions and the initialised mbarriers.
+//! Another one follows the clearing of values past the end of the sequence, which only the last
+//! tile can hold.
 
 use super::Tiled;
 use super::layout::SideBySide;
@@ -41,22 +41,22 @@ use crate::tile::rows::{Rows, close_all};
 use crate::tile::softmax::{ScoreScale, States, mask, weigh_with_slack};
 use crate::tile::swizzle::{Swizzled, swizzled_bytes};
 
-/// Units of a row of a chunk.
+/// 16-byte units of a row of a chunk.
 const UNITS: usize = 8;
 /// Columns of a chunk.
 const COLUMNS: u32 = 64;
 const STAGES: u32 = 2;
 
-/// Of a stage's barriers, where they are.
+/// Byte offsets of a stage's barriers.
 const K_FULL: u32 = 0;
 const V_FULL: u32 = 8;
 const K_EMPTY: u32 = 16;
 const V_EMPTY: u32 = 24;
 const BARRIERS: u32 = 32;
 
-/// A lane's part in reading 16 rows of two units by `ldmatrix`, of a tile in chunks: where it reads
-/// in the first pair of units. Chunks begin at multiples of 1024 bytes, so that in the others it
-/// differs by an exclusive or.
+/// A lane's share in reading 16 rows of two units by `ldmatrix`, from a tile in chunks: its address
+/// for the first pair of units. Chunks are aligned to 1024 bytes, so that an exclusive or gives the
+/// addresses of the other pairs.
 #[derive(Clone, Copy)]
 struct Read {
     first: u32,
@@ -76,8 +76,8 @@ impl Read {
         Self { first: tile.address() + lane % 16 * 128 + 16 * ((lane / 16) ^ (lane % 8)) }
     }
 
-    /// What the lane tells `ldmatrix` of rows `16 block ..` and units `2 pair ..` of a tile of so
-    /// many rows.
+    /// The lane's `ldmatrix` address for rows `16 block ..` and units `2 pair ..` of a tile of
+    /// `rows` rows.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn address(self, rows: u32, block: usize, pair: usize) -> u32 {
         let further = 128 * (16 * block as u32 + rows * (pair / 4) as u32);
@@ -85,23 +85,24 @@ impl Read {
     }
 }
 
-/// Where a tile is in the ring.
+/// Position in the pipeline.
 #[derive(Clone, Copy)]
 struct Stage {
     number: u32,
-    /// Parity of the phase in which it is filled.
+    /// Parity of the phase in which the stage is filled.
     parity: u32,
 }
 
 impl Stage {
-    /// That of the tile behind it.
+    /// The position of the next tile.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn next(self) -> Self {
         const { assert!(STAGES == 2) }
         Self { number: self.number ^ 1, parity: self.parity ^ self.number }
     }
 
-    /// Whether this thread starts the copies of keys or of values: that falls to warps by turns.
+    /// Whether this thread starts the copies: the warps take turns. `of_keys` is 1 for keys, 0 for
+    /// values.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn is_turn(self, of_keys: u32) -> bool {
         thread_idx() == 32 * (self.number + 2 * (self.parity ^ of_keys))
@@ -111,7 +112,7 @@ impl Stage {
 impl<const M: usize, const D8: usize, const N8: usize, const THREADS: u32>
     Tiled<M, D8, N8, THREADS, false>
 {
-    /// Shared memory of a block.
+    /// Shared memory of a CTA, in bytes.
     pub const TMA_SHARED_BYTES: u32 = Self::AT_HEAD + 16;
 
     const CHUNKS: u32 = D8 as u32 / 8;
@@ -121,7 +122,7 @@ impl<const M: usize, const D8: usize, const N8: usize, const THREADS: u32>
     const AT_BARRIERS: u32 = Self::AT_STAGES + STAGES * Self::STAGE_BYTES;
     const AT_HEAD: u32 = Self::AT_BARRIERS + STAGES * BARRIERS;
 
-    /// The kernel with K and V by TMA.
+    /// The kernel with TMA loads of K and V.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn run_tma<T: MmaElement>(
         k: TensorMap,
@@ -162,13 +163,13 @@ impl<const M: usize, const D8: usize, const N8: usize, const THREADS: u32>
         Self::write(&p, &rows, out, mine);
     }
 
-    /// A stage's barriers.
+    /// Address of a stage's barriers.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn barriers(stage: u32) -> u32 {
         shared_base() + Self::AT_BARRIERS + stage * BARRIERS
     }
 
-    /// Where the numbers of KV head and sequence are, for which there are no registers.
+    /// Where shared memory holds the KV head and the batch entry: no registers are left for them.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn head_and_batch() -> Shared<u32> {
         Shared::at(Self::AT_HEAD)
@@ -198,7 +199,7 @@ impl<const M: usize, const D8: usize, const N8: usize, const THREADS: u32>
         }
     }
 
-    /// This warp has read what the barrier is for.
+    /// Arrives at an empty barrier on behalf of this warp.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn release(empty: u32) {
         sync_warp();
@@ -207,7 +208,7 @@ impl<const M: usize, const D8: usize, const N8: usize, const THREADS: u32>
         }
     }
 
-    /// The loop over key tiles.
+    /// The mainloop over key tiles.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn attend_tma<T: MmaElement>(
         p: &AttentionParams,
@@ -245,7 +246,7 @@ impl<const M: usize, const D8: usize, const N8: usize, const THREADS: u32>
                 mbarrier_wait(barriers + V_FULL, stage.parity);
                 Self::clear_values(values, end - begin);
             }
-            // Made anew in each step, as `reads` of the parent are.
+            // Recomputed in each step, as in `reads` of the parent module.
             let this = opaque(lane());
             let (left, right) = (Self::read_queries::<T>(this), Read::of(this, keys));
             let mut weights = scores_at::<T, M, D8, N8>(
@@ -282,14 +283,14 @@ impl<const M: usize, const D8: usize, const N8: usize, const THREADS: u32>
         }
     }
 
-    /// A lane's part in reading the warp's query rows.
+    /// A lane's addresses for the warp's query rows.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn read_queries<T: MmaElement>(lane: u32) -> Read {
         Read::by_columns(lane, Swizzled::<T, UNITS>::at(0).from(Self::WARP_ROWS * warp()))
     }
 
-    /// Values behind the sequence may be anything, NaN too, which a weight of 0 does not silence:
-    /// those from row `valid` on become 0.
+    /// Clears values from row `valid` on: rows past the end of the sequence may hold anything, NaN
+    /// included, and 0 · NaN is NaN.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn clear_values<T: MmaElement>(values: Swizzled<T, UNITS>, valid: u32) {
         for chunk in 0..Self::CHUNKS {
