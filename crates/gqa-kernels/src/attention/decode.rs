@@ -88,7 +88,6 @@ mod new_tokens;
 mod products;
 mod quantized;
 mod row_scales;
-mod shape;
 mod stream;
 mod team;
 mod tree;
@@ -97,7 +96,6 @@ pub use cached::Cached;
 pub use layout::{Blocks, Heads, Layout, Padded, Whole};
 pub use products::{Mma, Products, Wgmma};
 pub use quantized::{Codes, Scales};
-pub use shape::{Device, Halves, Shape, shape};
 
 use crate::num::MmaElement;
 use crate::params::{AttentionParams, DecodeParams, overlap};

@@ -7,7 +7,7 @@
 //! leaves out the sequences of the other one.
 //!
 //! One is bound by memory and the other by arithmetic, and half of the SMs can read all that memory
-//! delivers. So where that pays (`order.rs`) a primary launch of `hopper_paged` begins first, on
+//! delivers. So where that pays (`cost/mixed.rs`) a primary launch of `hopper_paged` begins first, on
 //! some SMs, `decode_paged` overlaps it on the others, and a secondary launch of `hopper_paged`
 //! overlaps that when SMs become free, and takes what work tiles are left in their queue: whatever
 //! the lengths turn out to be, no SM is idle for long.
@@ -16,9 +16,8 @@
 //! appends the tokens of its own sequences, so that it need not wait for the launch that appends
 //! the others'.
 
-mod order;
-
 use super::cascade::{consider, decision};
+use super::cost::mixed::{Order, Work};
 use super::decision::{Decision, Rejection};
 use super::device::{Capability, DeviceInfo};
 use super::families::{
@@ -30,7 +29,6 @@ use super::options::PlanOptions;
 use super::rows::Rows;
 use super::scratch::Scratch;
 use crate::{Pages, Problem, ProblemFields, Result};
-use order::{Order, Work};
 
 /// Kernels that read a paged cache, and why not others.
 pub(super) struct Attentions {

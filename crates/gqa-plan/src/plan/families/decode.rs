@@ -3,6 +3,7 @@
 
 use crate::plan::TensorId;
 use crate::plan::build::{element, launch, tensor, u32_of};
+use crate::plan::cost::decode::{Device, Halves, Shape, shape as fastest};
 use crate::plan::decision::Rejection;
 use crate::plan::device::{Capability, DeviceInfo};
 use crate::plan::family::{Call, Family, FusedPrologue, Job, Kernel, Task};
@@ -14,7 +15,7 @@ use crate::plan::params::{
 use crate::plan::{requirements, select};
 use crate::{CacheBinding, Problem, Result};
 use bytemuck::Zeroable;
-use gqa_kernels::attention::decode::{self, Halves, Shape};
+use gqa_kernels::attention::decode;
 use gqa_kernels::num::Format;
 use gqa_kernels::params::{AttentionParams, DecodeParams, RotaryParams, Strides, overlap};
 use gqa_kernels::registry::{self, Entry, entries};
@@ -249,7 +250,7 @@ fn halves_like(half: &Entry) -> Halves {
     }
 }
 
-/// [`decode::Device::tenths_in_pairs`], which was measured with clusters. Four bits keep a block
+/// [`Device::tenths_in_pairs`], which was measured with clusters. Four bits keep a block
 /// busier than memory does.
 fn tenths_in_pairs(entry: &Entry, device: &DeviceInfo) -> u32 {
     let tenths = tenths_of_block(entry);
@@ -288,7 +289,7 @@ fn shape(call: &Call<'_>, entry: &'static Entry) -> Result<Kernel, Rejection> {
     let kernel = match (options.cluster, options.splits) {
         (None, None) => {
             let half = if options.force.is_none() { half_of(entry, device) } else { None };
-            let gpu = decode::Device {
+            let gpu = Device {
                 multiprocessors: device.multiprocessors,
                 has_clusters: device.has(Capability::Clusters),
                 tenths: tenths_of_block(entry),
@@ -296,7 +297,7 @@ fn shape(call: &Call<'_>, entry: &'static Entry) -> Result<Kernel, Rejection> {
                 halves: half.map(halves_like),
             };
             let Shape { ranks, splits, together } =
-                decode::shape(&params, entry.rows, p.most_keys(), gpu);
+                fastest(&params, entry.rows, p.most_keys(), gpu);
             let entry = half.filter(|_| together == 2).unwrap_or(entry);
             Kernel { entry, splits, cluster: ranks }
         }

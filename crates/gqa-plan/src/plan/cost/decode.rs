@@ -1,8 +1,8 @@
 //! Chooses the cluster size, and the number of clusters that share a row tile's keys.
 
-use super::MAX_RANKS;
-use crate::params::AttentionParams;
-use crate::tile::rows::row_tiles;
+use gqa_kernels::attention::decode::MAX_RANKS;
+use gqa_kernels::params::AttentionParams;
+use gqa_kernels::tile::rows::row_tiles;
 
 /// Most clusters that share a row tile's keys.
 const MAX_SPLITS: u32 = 128;

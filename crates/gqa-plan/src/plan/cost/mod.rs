@@ -1,4 +1,8 @@
-//! What a call costs at least, whatever the kernels.
+//! What calls cost: at least, whatever the kernels ([`Cost`]), and as the kernels for
+//! [decode](decode) and for [mixed batches](mixed) were measured to.
+
+pub(super) mod decode;
+pub(super) mod mixed;
 
 use super::device::DeviceInfo;
 use super::seen::Seen;

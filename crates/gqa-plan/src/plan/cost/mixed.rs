@@ -6,7 +6,7 @@ use crate::plan::device::DeviceInfo;
 
 /// Which kernel begins first.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) enum Order {
+pub(in crate::plan) enum Order {
     /// That for sequences of few tokens, on as many SMs as it has blocks for, beside the launch
     /// that appends the others' tokens. The one for prefill takes what SMs are free.
     Decode,
@@ -16,27 +16,27 @@ pub(super) enum Order {
 }
 
 /// What there is to do. Times are in seconds.
-pub(super) struct Work<'a> {
-    pub(super) device: &'a DeviceInfo,
+pub(in crate::plan) struct Work<'a> {
+    pub(in crate::plan) device: &'a DeviceInfo,
     /// Blocks that read the keys and values of sequences of few tokens.
-    pub(super) blocks: usize,
+    pub(in crate::plan) blocks: usize,
     /// Whether an SM holds two of them.
-    pub(super) in_halves: bool,
+    pub(in crate::plan) in_halves: bool,
     /// Bytes that they read.
-    pub(super) cached_bytes: f64,
+    pub(in crate::plan) cached_bytes: f64,
     /// Bytes of the keys and values that are appended.
-    pub(super) new_bytes: f64,
+    pub(in crate::plan) new_bytes: f64,
     /// Work tiles of prefill.
-    pub(super) tiles: usize,
+    pub(in crate::plan) tiles: usize,
     /// How long one takes, if sequences have no keys but their new ones, and if they have as many
     /// as the longest: the host does not know which.
-    pub(super) tile: [f64; 2],
+    pub(in crate::plan) tile: [f64; 2],
 }
 
 impl Work<'_> {
     /// The order that is done first, in the mean of what prefill may turn out to be: more likely
     /// prompts from their beginning.
-    pub(super) fn order(&self) -> Order {
+    pub(in crate::plan) fn order(&self) -> Order {
         /// Shares of the SMs that prefill may begin on, in sixths.
         const SIXTHS: [usize; 4] = [2, 3, 4, 5];
         let prefill = SIXTHS.map(|sixths| {
