@@ -151,8 +151,8 @@ def theirs(calls, name, inputs, tolerance):
 
 def ours(program, threads, options, batch, rows, past):
     """Median milliseconds; the program compares its rows with float64 itself, and fails where they differ."""
-    prompt = ["prompt", "--size", f"{batch}x{rows}"]
-    token = ["token", "--size", f"{batch}x{past}", "--query-length", str(rows)]
+    prompt = ["prefill", "--size", f"{batch}x{rows}"]
+    token = ["decode", "--size", f"{batch}x{past}", "--query-length", str(rows)]
     layer = ["--heads", str(HEADS), "--kv-heads", str(KV_HEADS), "--head-size", str(SIZE)]
     size = token if past else prompt
     command = [program, "bench", *size, *options, *layer, "--backend", "cpu", "--json"]

@@ -30,25 +30,25 @@ compared() {
     "${against[@]}" --csv "$out/$2.csv" --plots "$out/$2" --report "$out/$2.html"
 }
 
-tokens() { compared token tokens 32/8x128 1x1024,1x8192,1x32768,8x8192,32x2048,32x8192; }
-prompts() { compared prompt prompts 32/8x128 32x512,8x2048,2x8192,1x16384; }
+tokens() { compared decode tokens 32/8x128 1x1024,1x8192,1x32768,8x8192,32x2048,32x8192; }
+prompts() { compared prefill prompts 32/8x128 32x512,8x2048,2x8192,1x16384; }
 # Attention alone, in one process with peers: prompts, tokens, further head sizes and a window.
 peers=(python3 "$here/peers.py") ours=(--cached --gqa "$gqa" --peers "FlashAttention-3; cuDNN")
 attention() {
   local heads=32/8x128,64/8x128,32/8x64,16/4x256
-  part 170 attention "${peers[@]}" prompt "${ours[@]}" --rounds 5 --replays 5 --heads $heads --size 32x512,8x2048,2x8192,1x16384 --out "$out/attention.json"
-  part 170 attention-bidirectional "${peers[@]}" prompt "${ours[@]}" --rounds 5 --replays 5 --heads $heads --size 2x8192,1x16384 --bidirectional \
+  part 170 attention "${peers[@]}" prefill "${ours[@]}" --rounds 5 --replays 5 --heads $heads --size 32x512,8x2048,2x8192,1x16384 --out "$out/attention.json"
+  part 170 attention-bidirectional "${peers[@]}" prefill "${ours[@]}" --rounds 5 --replays 5 --heads $heads --size 2x8192,1x16384 --bidirectional \
     --out "$out/attention-bidirectional.json"
 }
 steps() {
   local sizes=1x1024,1x8192,1x32768,1x131072,8x8192,8x32768,32x2048,32x8192
-  part 170 attention-tokens "${peers[@]}" token "${ours[@]}" --prefetch-cache --heads 32/8x128,64/8x128,64/8x64,8/1x128 --size $sizes --out "$out/attention-tokens.json"
-  part 120 attention-tokens-128 "${peers[@]}" token "${ours[@]}" --prefetch-cache --heads 32/8x128,64/8x128,64/8x64 --size 128x2048,128x8192 --out "$out/attention-tokens-128.json"
+  part 170 attention-tokens "${peers[@]}" decode "${ours[@]}" --prefetch-cache --heads 32/8x128,64/8x128,64/8x64,8/1x128 --size $sizes --out "$out/attention-tokens.json"
+  part 120 attention-tokens-128 "${peers[@]}" decode "${ours[@]}" --prefetch-cache --heads 32/8x128,64/8x128,64/8x64 --size 128x2048,128x8192 --out "$out/attention-tokens-128.json"
 }
 sizes() {
   local heads=32/8x80,32/8x96,32/8x128,32/8x160,16/4x192,16/4x224,16/4x256
-  part 170 attention-sizes "${peers[@]}" prompt "${ours[@]}" --rounds 3 --replays 5 --heads $heads --size 32x512,8x2048,2x8192 --out "$out/attention-sizes.json"
-  part 40 attention-window "${peers[@]}" prompt "${ours[@]}" --rounds 3 --replays 5 --size 1x16384 --window 1024 --out "$out/attention-window.json"
+  part 170 attention-sizes "${peers[@]}" prefill "${ours[@]}" --rounds 3 --replays 5 --heads $heads --size 32x512,8x2048,2x8192 --out "$out/attention-sizes.json"
+  part 40 attention-window "${peers[@]}" prefill "${ours[@]}" --rounds 3 --replays 5 --size 1x16384 --window 1024 --out "$out/attention-window.json"
 }
 errors() { for size in 64 128 256; do part 60 errors-$size python3 "$here/errors.py" --gqa "$gqa" --head-size $size; done; }
 # With a bias or a mask, beside PyTorch.
@@ -64,23 +64,23 @@ float8() {
 }
 # Whole calls without blocks, and more of them, alone.
 operator() {
-  local call=(bench token --packed --rotary half --checked-rows 4)
+  local call=(bench decode --packed --rotary half --checked-rows 4)
   part 60 operator-tokens "$gqa" "${call[@]}" --size 1x1024,1x8192,1x32768,8x8192,32x2048,32x8192,128x2048 --csv "$out/operator-tokens.csv"
   part 60 operator-tokens-prefetch "$gqa" "${call[@]}" --prefetch-cache --size 1x1024,1x8192,1x32768,8x8192,32x2048,32x8192,128x2048 --csv "$out/operator-tokens-prefetch.csv"
   part 20 operator-token-mqa "$gqa" "${call[@]}" --heads 8 --kv-heads 1 --size 1x8192,1x131072
   part 20 operator-token-64 "$gqa" "${call[@]}" --heads 64 --head-size 64 --size 1x8192
-  call=(bench prompt --rotary half --checked-rows 4)
+  call=(bench prefill --rotary half --checked-rows 4)
   part 60 operator-prompts "$gqa" "${call[@]}" --size 32x512,8x2048,2x8192,1x16384 --csv "$out/operator-prompts.csv"
   part 30 operator-prompt-packed "$gqa" "${call[@]}" --packed --size 1x16384
   part 30 operator-prompt-64 "$gqa" "${call[@]}" --head-size 64 --size 32x512,8x2048,2x8192
   part 30 operator-prompt-256 "$gqa" "${call[@]}" --heads 16 --kv-heads 4 --head-size 256 --size 32x512,2x8192
 }
-chunks() { part 60 chunks "$gqa" bench prompt --past-length 7680 --size 1x512,4x512 --rotary half --csv "$out/chunks.csv"; }
+chunks() { part 60 chunks "$gqa" bench prefill --past-length 7680 --size 1x512,4x512 --rotary half --csv "$out/chunks.csv"; }
 models() {
   local all=llama3-8b,llama3-70b,qwen3-14b,mistral-7b,mixtral-8x22b,phi3-mini,phi3-small,phi3-medium,gemma4-global,gemma4-local
-  part 170 models-token "$gqa" bench token --model $all --batch 1,8 --length 1024,8191 --runs 10 --checked-rows 4 \
+  part 170 models-token "$gqa" bench decode --model $all --batch 1,8 --length 1024,8191 --runs 10 --checked-rows 4 \
     --csv "$out/models-token.csv" --report "$out/models-token.html"
-  part 170 models-prompt "$gqa" bench prompt --model $all --length 1024,8192 --runs 10 --checked-rows 4 \
+  part 170 models-prompt "$gqa" bench prefill --model $all --length 1024,8192 --runs 10 --checked-rows 4 \
     --csv "$out/models-prompt.csv" --report "$out/models-prompt.html"
 }
 

@@ -85,7 +85,7 @@ def theirs(session, bound):
 def ours(program, threads, kind, rows, past):
     """Median milliseconds."""
     options = {"float32": ["--dtype", "f32"], "float16": ["--dtype", "f16"], "int8 cache": ["--dtype", "f32", "--kv-cache", "int8"]}[kind]
-    size = ["token", "--size", f"1x{past}", "--query-length", str(rows)] if past else ["prompt", "--size", f"1x{rows}"]
+    size = ["decode", "--size", f"1x{past}", "--query-length", str(rows)] if past else ["prefill", "--size", f"1x{rows}"]
     command = [program, "bench", *size, *options, "--backend", "cpu", "--rotary", "half", "--heads", str(HEADS),
                "--kv-heads", str(KV_HEADS), "--head-size", str(SIZE), "--json"]
     done = subprocess.run(command, env={**os.environ, "RAYON_NUM_THREADS": str(threads)}, capture_output=True, text=True)

@@ -1,7 +1,7 @@
 """Times public attention kernels on this GPU, and this project's beside them, interleaved in one run.
 
-    python3 bench/peers.py prompt --gqa target/release/gqa --out peers.json
-    gqa bench prompt --against peers.json --report prompts.html
+    python3 bench/peers.py prefill --gqa target/release/gqa --out peers.json
+    gqa bench prefill --against peers.json --report prompts.html
 
 Needs torch with a GPU. FlashAttention-3 (wheel fa3-fwd) takes part where it is installed. Each time is the median over replays of a
 CUDA graph whose calls walk over buffers larger than the L2 cache together, and of that the median over the rounds. Peers
@@ -34,7 +34,7 @@ except ImportError:
     fa3 = None
 
 DTYPES = {"bf16": ("bfloat16", torch.bfloat16), "f16": ("float16", torch.float16), "f32": ("float32", torch.float32)}
-SIZES = {"prompt": "32x512,8x2048,2x8192,1x16384", "token": "1x1024,1x8192,8x8192,32x2048,32x8192"}
+SIZES = {"prefill": "32x512,8x2048,2x8192,1x16384", "decode": "1x1024,1x8192,8x8192,32x2048,32x8192"}
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ def check(call, q, k, v, output):
 
 def ours(program, call, extra):
     """One row of `gqa bench --json`, in a process of its own."""
-    mode = "token" if call.past_length else "prompt"
+    mode = "decode" if call.past_length else "prefill"
     size = ["--size", f"{call.batch}x{call.past_length}", "--query-length", str(call.query_length)] if call.past_length else [
         "--size", f"{call.batch}x{call.query_length}"]
     command = [program, "bench", mode, "--backend", "cuda", "--json", *size, *layer(call), *extra]
@@ -217,7 +217,7 @@ def calls(options):
         for dtype in options.dtype.split(","):
             for text in (options.size or SIZES[options.mode]).split(","):
                 batch, length = map(int, text.split("x"))
-                rows, past = (length, 0) if options.mode == "prompt" else (1, length)
+                rows, past = (length, 0) if options.mode == "prefill" else (1, length)
                 causal = not options.bidirectional
                 yield Call(dtype, batch, rows, past, int(query), int(kv), int(size), causal, options.window)
 
@@ -270,7 +270,7 @@ def show(call, times):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("mode", choices=["prompt", "token"])
+    parser.add_argument("mode", choices=["prefill", "decode"])
     parser.add_argument("--size", help="BATCHxLENGTH, several separated by commas, as gqa bench takes them")
     parser.add_argument("--heads", default="32/8x128", help="QUERY/KVxSIZE, several separated by commas")
     parser.add_argument("--dtype", default="bf16", help="bf16, f16, f32, several separated by commas")

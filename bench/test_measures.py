@@ -83,7 +83,7 @@ class Measures(unittest.TestCase):
             cpu_peers.measure(options, {})
         with self.assertRaisesRegex(RuntimeError, "no call to be timed"):
             cpu_peers.theirs([], "ggml f16", None, 0)
-        with self.assertRaisesRegex(RuntimeError, "true bench prompt"):
+        with self.assertRaisesRegex(RuntimeError, "true bench prefill"):
             cpu_peers.ours("true", 1, [], 1, 512, 0)
 
     def test_a_masked_row_that_differs_is_not_timed(self):

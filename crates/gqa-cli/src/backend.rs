@@ -57,7 +57,6 @@ pub enum Machine {
 impl Machine {
     /// The machine of that choice, and in words what it is and why.
     pub fn select(choice: Choice) -> Result<(Self, String)> {
-        let threads = rayon::current_num_threads();
         // A switch that is wrong is a mistake, not a reason to take the CPU.
         PlanOptions::from_env()?;
         let gpu = match choice {
@@ -69,9 +68,9 @@ impl Machine {
                 let device = gpu.device.info().to_string();
                 Ok((Self::Gpu(gpu), device))
             }
-            (Err(reason), Choice::Auto) => {
+            (Err(_), Choice::Auto) => {
                 let instructions = Instructions::from_env()?;
-                let words = format!("CPU, {threads} threads, {instructions} ({reason})");
+                let words = format!("cpu, {instructions}; no GPU: gqa doctor says why");
                 Ok((Self::Host(Box::new(Cpu::new(instructions))), words))
             }
             (Err(reason), _) => Err(reason.context("--backend cuda")),

@@ -1,4 +1,4 @@
-//! `gqa demo`: a prompt and some tokens through the attention layer of Llama 3 8B, with a cache
+//! `gqa demo`: a prefill and some decode steps of the attention layer of Llama 3 8B, with a cache
 //! that past and present share.
 
 use std::ops::Range;
@@ -21,41 +21,41 @@ pub struct Args {
     /// Where to compute; auto is the GPU if there is a usable one, else the CPU.
     #[arg(long, value_enum, default_value_t = Choice::Auto)]
     backend: Choice,
-    /// Rows of the prompt [default: 4096 on a GPU, else 256].
+    /// Tokens of the prefill [default: 4096 on a GPU, else 256].
     #[arg(long, value_parser = count(1 << 17))]
-    prompt: Option<u64>,
-    /// Tokens after it [default: 64 on a GPU, else 16].
+    prefill: Option<u64>,
+    /// Decode steps after it [default: 64 on a GPU, else 16].
     #[arg(long, value_parser = count(1 << 14))]
-    tokens: Option<u64>,
+    decode: Option<u64>,
 }
 
-/// Rows compared with the reference after the prompt.
-const PROMPT_ROWS: usize = 32;
-/// Rows compared with the reference after each token.
-const TOKEN_ROWS: usize = 2;
+/// Rows compared with the reference after the prefill.
+const PREFILL_ROWS: usize = 32;
+/// Rows compared with the reference after each decode step.
+const DECODE_ROWS: usize = 2;
 
 /// Runs the demonstration.
 pub fn run(args: &Args) -> Result<ExitCode> {
     let (machine, device) = Machine::select(args.backend)?;
-    let (rows, tokens) = if matches!(machine, Machine::Gpu(_)) { (4096, 64) } else { (256, 16) };
-    let rows = args.prompt.unwrap_or(rows) as usize;
-    let tokens = args.tokens.unwrap_or(tokens) as usize;
+    let (rows, steps) = if matches!(machine, Machine::Gpu(_)) { (4096, 64) } else { (256, 16) };
+    let rows = args.prefill.unwrap_or(rows) as usize;
+    let steps = args.decode.unwrap_or(steps) as usize;
     let layer = Layer::llama3_8b(Element::Bf16);
     say!(
         "GroupQueryAttention, one layer of Llama 3 8B: 32 query heads over 8 KV heads of 128, bfloat16, rotary embedding"
     );
     say!("on {device}\n");
 
-    let capacity = rows + tokens;
-    let prompt = Session::new(&machine, Shape { capacity, ..Shape::new(layer, 1, rows, 0) })?;
-    let token = Session::new(&machine, Shape::new(layer, 1, 1, capacity - 1))?;
-    prompt.show_plan("the prompt")?;
-    token.show_plan("a token")?;
+    let capacity = rows + steps;
+    let prefill = Session::new(&machine, Shape { capacity, ..Shape::new(layer, 1, rows, 0) })?;
+    let decode = Session::new(&machine, Shape::new(layer, 1, 1, capacity - 1))?;
+    prefill.show_plan("prefill")?;
+    decode.show_plan("a decode step")?;
 
     let mut noise = Noise::new(8);
-    let mut tensors = prompt.shape.tensors(&prompt.problem, &mut noise)?;
-    let mut checked = prompt.read(&mut tensors, &mut noise)?;
-    checked.merge(&token.generate(rows..capacity, &mut tensors, &mut noise)?);
+    let mut tensors = prefill.shape.tensors(&prefill.problem, &mut noise)?;
+    let mut checked = prefill.read(&mut tensors, &mut noise)?;
+    checked.merge(&decode.generate(rows..capacity, &mut tensors, &mut noise)?);
     Ok(if checked.failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
@@ -126,20 +126,20 @@ impl<'m> Session<'m> {
             .sample(rows, noise)
     }
 
-    /// The prompt.
+    /// The prefill.
     fn read(&self, tensors: &mut Tensors, noise: &mut Noise) -> Result<Sampled> {
         let seconds = self.step(tensors)?;
-        let checked = self.check(tensors, 0, PROMPT_ROWS, noise)?;
+        let checked = self.check(tensors, 0, PREFILL_ROWS, noise)?;
         let (rows, rate) = (self.problem.q_len, Cost::of(&self.problem).flops / seconds * 1e-12);
         say!(
-            "prompt of {rows} rows  {:10.3} ms  {rate:.2} TFLOP/s  {}",
+            "prefill of {rows} tokens  {:10.3} ms  {rate:.2} TFLOP/s  {}",
             seconds * 1e3,
             verdict(&checked)
         );
         Ok(checked)
     }
 
-    /// Tokens at those positions, one after the other; every eighth of them is reported.
+    /// Decode steps at those positions, one after the other; every eighth of them is reported.
     fn generate(
         &self,
         positions: Range<usize>,
@@ -151,16 +151,20 @@ impl<'m> Session<'m> {
         for past in positions {
             self.next_inputs(tensors, past, noise)?;
             let seconds = self.step(tensors)?;
-            let checked = self.check(tensors, past, TOKEN_ROWS, noise)?;
+            let checked = self.check(tensors, past, DECODE_ROWS, noise)?;
             if (past - first).is_multiple_of(count.div_ceil(8)) {
-                say!("token {past:<12} {:10.3} ms  {}", seconds * 1e3, verdict(&checked));
+                say!("decode step {past:<9} {:10.3} ms  {}", seconds * 1e3, verdict(&checked));
             }
             times.push(seconds);
             sum.merge(&checked);
         }
         times.sort_by(f64::total_cmp);
         let median = times.get(count / 2).copied().unwrap_or_default();
-        say!("{count} tokens           {:10.3} ms each (median)  {}", median * 1e3, verdict(&sum));
+        say!(
+            "{count} decode steps        {:10.3} ms each (median)  {}",
+            median * 1e3,
+            verdict(&sum)
+        );
         Ok(sum)
     }
 

@@ -30,8 +30,8 @@ use gqa_host::plan::environment;
 
 /// GroupQueryAttention in Rust: on a GPU through CUDA, on a CPU, on a simulated GPU.
 ///
-/// Without a command, shows what it does: a prompt and some tokens through a layer of the shape of
-/// Llama 3 8B.
+/// Without a command, shows what it does: a prefill and some decode steps of a layer of the shape
+/// of Llama 3 8B.
 #[derive(Parser)]
 #[command(name = "gqa", version, max_term_width = 100)]
 struct Cli {
@@ -54,7 +54,7 @@ enum Command {
     Profile(profile::Args),
     /// Report driver, devices and kernels, and what will be used.
     Doctor,
-    /// A prompt and some tokens through a layer of the shape of Llama 3 8B.
+    /// A prefill and some decode steps of a layer of the shape of Llama 3 8B.
     Demo(demo::Args),
 }
 
@@ -114,11 +114,15 @@ fn report_usage(error: &clap::Error) -> ExitCode {
     let text = error.render().to_string();
     let reason = match error.kind() {
         clap::error::ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => {
-            "bench: got nothing; allowed: prompt or token"
+            "bench: got nothing; allowed: prefill or decode"
         }
         _ => text.split("\n\n").next().unwrap_or_default(),
     };
-    eprintln!("gqa: {} (see gqa --help)", one_line(reason.trim_start_matches("error: ")));
+    // What is like it, where something is.
+    let tips = text.split("\n\n").map(str::trim).filter(|part| part.starts_with("tip: "));
+    let tip = tips.map(|tip| format!("; {}", one_line(tip))).collect::<String>();
+    let reason = one_line(reason.trim_start_matches("error: "));
+    eprintln!("gqa: {reason}{tip} (see gqa --help)");
     ExitCode::from(2)
 }
 

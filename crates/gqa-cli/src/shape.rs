@@ -6,20 +6,57 @@ use anyhow::{Context, Result, bail};
 use gqa_host::backend::Io;
 use gqa_host::op::{GroupQueryAttention, QuantType, Shapes};
 use gqa_host::plan::TensorId;
-use gqa_host::{CacheBinding, DType, Problem, Scales, Tensor, TensorDesc};
+use gqa_host::{CacheBinding, DType, Error, Problem, Scales, Tensor, TensorDesc};
 use ndarray::Array1;
 
 use crate::Usage;
 use crate::input::Noise;
 
+/// Names of attributes and tensors, and the options that say what they are.
+const OPTIONS: [(&str, &str); 11] = [
+    ("num_heads", "--heads"),
+    ("kv_num_heads", "--kv-heads"),
+    ("head_size", "--head-size"),
+    ("local_window_size", "--window"),
+    ("sliding_window_cache", "--sliding-cache"),
+    ("softcap", "--softcap"),
+    ("scale", "--scale"),
+    ("cos_cache", "--rotary"),
+    ("sequence_length", "--query-length"),
+    ("total_sequence_length", "--batch, --past-length"),
+    ("past_key", "--batch, --past-length"),
+];
+
+/// The option that says what an attribute or a tensor is.
+fn option(name: &str) -> Option<&'static str> {
+    OPTIONS.iter().find_map(|(onnx, option)| (*onnx == name).then_some(*option))
+}
+
+/// A text with options for attributes and tensors. Names of one word may be no names.
+fn with_options(text: &str) -> String {
+    let of_name = |c: char| c.is_ascii_alphanumeric() || c == '_';
+    let mut words = Vec::new();
+    let mut rest = text;
+    while let Some(first) = rest.chars().next() {
+        let end = rest.find(|c| of_name(c) != of_name(first)).unwrap_or(rest.len());
+        let (word, behind) = rest.split_at(end);
+        words.push(option(word).filter(|_| word.contains('_')).unwrap_or(word));
+        rest = behind;
+    }
+    words.concat()
+}
+
 /// `--dtype`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Element {
     /// float32
+    #[value(alias = "float32")]
     F32,
     /// float16
+    #[value(alias = "float16")]
     F16,
     /// bfloat16
+    #[value(alias = "bfloat16")]
     Bf16,
 }
 
@@ -76,6 +113,7 @@ pub enum Codes {
     /// 4-bit integers, two to a byte
     Int4,
     /// float8e4m3fn
+    #[value(alias = "float8e4m3fn")]
     Float8,
 }
 
@@ -252,6 +290,25 @@ impl Layer {
         count.map_or(cache.to_vec(), |count| vec![count])
     }
 
+    /// An error of a call that options describe, by their names.
+    fn by_option(&self, error: Error) -> anyhow::Error {
+        let Self { heads, kv_heads, head_size, .. } = *self;
+        let (option, got, allowed) = match error {
+            Error::Invalid { .. } if heads % kv_heads != 0 => {
+                ("--kv-heads", kv_heads.to_string(), format!("a divisor of --heads = {heads}"))
+            }
+            Error::Invalid { .. } if head_size % 8 != 0 => {
+                ("--head-size", head_size.to_string(), "a multiple of 8".to_owned())
+            }
+            Error::Invalid { argument, got, allowed } => match option(argument) {
+                Some(option) => (option, with_options(&got), with_options(&allowed)),
+                None => return Error::Invalid { argument, got, allowed }.into(),
+            },
+            other => return other.into(),
+        };
+        Usage(format!("{option}: got {got}; allowed: {allowed}")).into()
+    }
+
     /// Attributes that are not at their defaults, in words.
     pub fn features(&self) -> String {
         let mut features = String::new();
@@ -320,19 +377,22 @@ pub struct Sizes {
     /// Element type.
     #[arg(long, value_enum, default_value_t = Element::Bf16)]
     dtype: Element,
-    /// New rows of each sequence.
-    #[arg(long, default_value_t = 1, value_parser = count(1 << 31))]
-    query_length: u64,
-    /// Rows in the cache before.
-    #[arg(long, default_value_t = 0, value_parser = clap::value_parser!(u64).range(..1 << 31))]
-    past_length: u64,
+    /// New rows of each sequence [default: 1, a decode step].
+    #[arg(long, value_parser = count(1 << 31))]
+    query_length: Option<u64>,
+    /// Rows in the cache before [default: 0 with --query-length, else 8191].
+    #[arg(long, value_parser = clap::value_parser!(u64).range(..1 << 31))]
+    past_length: Option<u64>,
 }
 
 impl Sizes {
     /// The call of these sizes through a layer of this element type.
     pub fn shape(&self, layer: Layer) -> Shape {
-        let [batch, query, past] =
-            [self.batch, self.query_length, self.past_length].map(|n| n as usize);
+        /// Of a call that nothing is said of.
+        const PAST_LENGTH: u64 = 8191;
+        let past = self.query_length.map_or(PAST_LENGTH, |_| 0);
+        let (query, past) = (self.query_length.unwrap_or(1), self.past_length.unwrap_or(past));
+        let [batch, query, past] = [self.batch, query, past].map(|n| n as usize);
         Shape::new(Layer { dtype: self.dtype, ..layer }, batch, query, past)
     }
 }
@@ -437,7 +497,8 @@ impl Shape {
             output_scale: self.layer.float8_output.then_some(one),
             ..Shapes::new(query, seqlens_k, self.total())
         };
-        Ok(self.layer.op(heads, kv_heads).problem_from_shapes(&shapes, cache)?)
+        let problem = self.layer.op(heads, kv_heads).problem_from_shapes(&shapes, cache);
+        problem.map_err(|error| self.layer.by_option(error))
     }
 
     /// Random tensors for every role that `problem` has; outputs are zero.

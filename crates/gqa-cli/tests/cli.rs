@@ -62,24 +62,31 @@ fn mistakes_in_the_command_line_are_one_line_and_exit_code_2() -> Result {
     );
     refused(&words("check /no/such/folder")?, 2, &["/no/such/folder: No such file or directory"]);
     refused(&words("frobnicate")?, 2, &["frobnicate"]);
+    refused(&words("explian")?, 2, &["explian", "tip: a similar subcommand exists: 'explain'"]);
+    refused(
+        &words("bench decode --lenght 64")?,
+        2,
+        &["tip: a similar argument exists: '--length'"],
+    );
+    refused(&words("explain --device h200 --dtype bf61")?, 2, &["bf61", "tip: ", "'bf16'"]);
     refused(&words("run")?, 2, &["<MODEL>"]);
     refused(&words("explain --device voodoo2")?, 2, &["--device", "voodoo2", "h200"]);
     refused(&words("explain --head-size 0")?, 2, &["--head-size", "0"]);
-    refused(&words("bench prompt --size 3by4")?, 2, &["--size", "3by4", "BATCHxLENGTH"]);
-    refused(&words("bench token --length 64..8")?, 2, &["--length", "64..8", "FIRST..LAST"]);
-    refused(&words("bench token --model gpt-2")?, 2, &["--model", "gpt-2", "llama3-8b"]);
-    refused(&words("bench token --model llama3-8b --heads 8")?, 2, &["--model", "--heads"]);
-    refused(&words("bench")?, 2, &["bench: got nothing; allowed: prompt or token"]);
-    refused(&words("bench token --size 1x16 --batch 3")?, 2, &["--size", "--batch"]);
+    refused(&words("bench prefill --size 3by4")?, 2, &["--size", "3by4", "BATCHxLENGTH"]);
+    refused(&words("bench decode --length 64..8")?, 2, &["--length", "64..8", "FIRST..LAST"]);
+    refused(&words("bench decode --model gpt-2")?, 2, &["--model", "gpt-2", "llama3-8b"]);
+    refused(&words("bench decode --model llama3-8b --heads 8")?, 2, &["--model", "--heads"]);
+    refused(&words("bench")?, 2, &["bench: got nothing; allowed: prefill or decode"]);
+    refused(&words("bench decode --size 1x16 --batch 3")?, 2, &["--size", "--batch"]);
     refused(
-        &words("bench token --model llama3-8b --size 1x1000000")?,
+        &words("bench decode --model llama3-8b --size 1x1000000")?,
         2,
         &["--size", "allowed: 8192"],
     );
     let twice = words("run /no/such/model --data x --out y")?;
     refused(&twice, 1, &["/no/such/model: No such file or directory"]);
     assert_eq!(twice.stderr.matches("No such file").count(), 1, "{}", twice.stderr);
-    refused(&words("bench prompt --against /no/such/file")?, 1, &["--against", "/no/such/file"]);
+    refused(&words("bench prefill --against /no/such/file")?, 1, &["--against", "/no/such/file"]);
     Ok(())
 }
 
@@ -448,7 +455,7 @@ fn explain_tells_how_a_cache_slides() -> Result {
     ] {
         assert!(run.stdout.contains(words), "{words} is not in\n{}", run.stdout);
     }
-    refused(&words(step)?, 1, &["local_window_size: got -1", "sliding_window_cache"]);
+    refused(&words(step)?, 2, &["--window: got -1", "--sliding-cache"]);
     Ok(())
 }
 
@@ -497,15 +504,37 @@ fn explain_reads_models() -> Result {
 
 #[test]
 fn explain_refuses_what_the_operator_refuses() -> Result {
-    refused(&words("explain --heads 6 --kv-heads 4")?, 1, &["num_heads", "6"]);
-    refused(&words("explain --head-size 516")?, 1, &["head_size", "516"]);
-    refused(&words("explain --scale nan")?, 1, &["scale", "NaN"]);
-    refused(&words("explain --window 0")?, 1, &["local_window_size", "0"]);
-    refused(
-        &words("explain --batch 16777216 --past-length 2000000000")?,
-        1,
-        &["past_key", "16777216"],
-    );
+    for (words_of_it, fragments) in [
+        ("--kv-heads 7", &["--kv-heads: got 7; allowed: a divisor of --heads = 32"][..]),
+        ("--heads 6 --kv-heads 4 --block-size 16", &["--kv-heads: got 4; ", "--heads = 6"]),
+        ("--head-size 516", &["--head-size: got 516; allowed: a multiple of 8"]),
+        ("--head-size 24 --rotary half", &["--rotary: got ", "a --head-size that is a multiple"]),
+        ("--scale nan", &["--scale: got NaN"]),
+        ("--window 0", &["--window: got 0"]),
+        ("--window 0 --block-size 16", &["--window: got 0"]),
+        ("--batch 16777216 --past-length 2000000000", &["--batch, --past-length: got (16777216"]),
+    ] {
+        refused(&words(&format!("explain {words_of_it}"))?, 2, fragments);
+    }
+    Ok(())
+}
+
+/// Most people begin so.
+#[test]
+fn explain_without_sizes_is_a_decode_step() -> Result {
+    let problem = |words_of_it: &str| -> Result<String> {
+        let run = words(&format!("explain --json {words_of_it}"))?;
+        assert_eq!(run.code, Some(0), "{}", run.stderr);
+        let explained: serde_json::Value = serde_json::from_str(&run.stdout)?;
+        assert!(!explained["problem"].is_null());
+        Ok(explained["problem"].to_string())
+    };
+    let step = problem("--query-length 1 --past-length 8191")?;
+    assert_eq!(problem("")?, step);
+    assert_eq!(problem("--dtype bfloat16")?, step);
+    assert_eq!(problem("--dtype float32")?, problem("--dtype f32")?);
+    assert_eq!(problem("--query-length 512")?, problem("--query-length 512 --past-length 0")?);
+    assert_ne!(problem("--past-length 100")?, step);
     Ok(())
 }
 
@@ -522,7 +551,7 @@ fn doctor_is_content_without_a_gpu() -> Result {
 #[test]
 fn bench_checks_float32_output_by_the_type_of_the_call() -> Result {
     let run = words(
-        "bench token --float32-output --backend sim --size 1x64 --heads 4 --kv-heads 2 --head-size 64 --runs 1",
+        "bench decode --float32-output --backend sim --size 1x64 --heads 4 --kv-heads 2 --head-size 64 --runs 1",
     )?;
     assert_eq!(run.code, Some(0), "{}{}", run.stdout, run.stderr);
     assert!(run.stdout.contains("gqa_decode_bf16_d64_r8"), "{}", run.stdout);
@@ -532,27 +561,27 @@ fn bench_checks_float32_output_by_the_type_of_the_call() -> Result {
 #[test]
 fn bench_prints_json_and_checks_its_results() -> Result {
     for mode in [
-        "prompt --size 1x40,2x9 --packed",
-        "prompt --size 1x16 --past-length 20",
-        "token --size 2x65 --rotary half",
-        "prompt --size 1x40 --cached",
-        "token --size 2x65 --rotary half --cached",
-        "token --size 2x65 --rotary half --qk-norm",
-        "token --size 2x65 --rotary half --kv-cache int8",
-        "token --size 1x40 --kv-cache int4 --scales channel",
-        "token --size 2x65 --kv-cache float8 --scales head",
-        "token --size 2x65 --rotary half --kv-cache int8 --scales token",
-        "prompt --size 1x40 --packed --kv-cache int4 --scales token --block-size 16",
-        "prompt --size 1x40 --packed --rotary half --kv-cache float8",
-        "prompt --size 1x40 --packed --qk-norm",
-        "token --size 2x65 --rotary half --float8-output",
-        "prompt --size 1x40 --packed --kv-cache int8 --float8-output",
-        "token --size 2x65 --rotary half --window 20 --sliding-cache 33",
-        "prompt --size 1x40 --packed --window 9 --sliding-cache 16",
-        "prompt --size 1x16 --past-length 50 --window 20 --sliding-cache 40 --kv-cache int8",
-        "token --size 3x65 --rotary half --block-size 16 --window 30",
-        "prompt --size 2x40 --past-length 9 --packed --qk-norm --block-size 7",
-        "token --size 2x65 --rotary half --block-size 16 --kv-cache int4 --scales channel",
+        "prefill --size 1x40,2x9 --packed",
+        "prefill --size 1x16 --past-length 20",
+        "decode --size 2x65 --rotary half",
+        "prefill --size 1x40 --cached",
+        "decode --size 2x65 --rotary half --cached",
+        "decode --size 2x65 --rotary half --qk-norm",
+        "decode --size 2x65 --rotary half --kv-cache int8",
+        "decode --size 1x40 --kv-cache int4 --scales channel",
+        "decode --size 2x65 --kv-cache float8 --scales head",
+        "decode --size 2x65 --rotary half --kv-cache int8 --scales token",
+        "prefill --size 1x40 --packed --kv-cache int4 --scales token --block-size 16",
+        "prefill --size 1x40 --packed --rotary half --kv-cache float8",
+        "prefill --size 1x40 --packed --qk-norm",
+        "decode --size 2x65 --rotary half --float8-output",
+        "prefill --size 1x40 --packed --kv-cache int8 --float8-output",
+        "decode --size 2x65 --rotary half --window 20 --sliding-cache 33",
+        "prefill --size 1x40 --packed --window 9 --sliding-cache 16",
+        "prefill --size 1x16 --past-length 50 --window 20 --sliding-cache 40 --kv-cache int8",
+        "decode --size 3x65 --rotary half --block-size 16 --window 30",
+        "prefill --size 2x40 --past-length 9 --packed --qk-norm --block-size 7",
+        "decode --size 2x65 --rotary half --block-size 16 --kv-cache int4 --scales channel",
     ] {
         let run = words(&format!(
             "bench {mode} --backend cpu --heads 4 --kv-heads 2 --head-size 32 --dtype f16 --runs 3 --json"
@@ -572,7 +601,7 @@ fn bench_prints_json_and_checks_its_results() -> Result {
 
 #[test]
 fn bench_does_not_compare_codes_with_numbers() -> Result {
-    let run = words("bench token --size 1x8 --kv-cache int8 --against peers.json")?;
+    let run = words("bench decode --size 1x8 --kv-cache int8 --against peers.json")?;
     refused(&run, 2, &["--kv-cache", "--against"]);
     Ok(())
 }
@@ -581,7 +610,7 @@ fn bench_does_not_compare_codes_with_numbers() -> Result {
 fn bench_runs_on_every_back_end() -> Result {
     for backend in ["cpu", "reference", "sim"] {
         let run = words(&format!(
-            "bench prompt --backend {backend} --heads 2 --kv-heads 1 --head-size 32 --size 1x70 --runs 1 --json"
+            "bench prefill --backend {backend} --heads 2 --kv-heads 1 --head-size 32 --size 1x70 --runs 1 --json"
         ))?;
         assert_eq!(run.code, Some(0), "{}", run.stderr);
         let report: serde_json::Value = serde_json::from_str(&run.stdout)?;
@@ -622,7 +651,7 @@ fn bench_writes_tables_and_figures_of_a_sweep_beside_peers() -> Result {
     let peers = serde_json::json!({"provenance": {"device": "none"}, "results": [timing(16), timing(32), timing(999)]});
     std::fs::write(path("peers.json"), peers.to_string())?;
     let run = words(&format!(
-        "bench prompt --backend cpu --heads 2 --kv-heads 1 --head-size 32 --dtype f32,bf16 --batch 1,2 --length 16..32 --runs 1 \
+        "bench prefill --backend cpu --heads 2 --kv-heads 1 --head-size 32 --dtype f32,bf16 --batch 1,2 --length 16..32 --runs 1 \
          --against {} --csv {} --report {} --plots {}",
         path("peers.json"),
         path("t.csv"),
@@ -636,7 +665,7 @@ fn bench_writes_tables_and_figures_of_a_sweep_beside_peers() -> Result {
     let csv = std::fs::read_to_string(path("t.csv"))?;
     assert_eq!(csv.lines().count(), 9);
     assert_eq!(csv.matches("Nobody <1>=1000000000.000").count(), 2, "{csv}");
-    assert_eq!(csv.matches("gqa bench prompt --backend cpu").count(), 8, "{csv}");
+    assert_eq!(csv.matches("gqa bench prefill --backend cpu").count(), 8, "{csv}");
 
     let html = std::fs::read_to_string(path("r.html"))?;
     assert_eq!(html.matches("<figure>").count(), 4, "time, rate, roofline, ratio");
@@ -650,10 +679,38 @@ fn bench_writes_tables_and_figures_of_a_sweep_beside_peers() -> Result {
     Ok(())
 }
 
+/// What takes minutes is not measured for a file that cannot be written.
+#[test]
+fn bench_tries_its_files_before_it_measures() -> Result {
+    let call = "bench decode --backend cpu --model llama3-70b --length 8192 --runs 100000";
+    for option in ["--report", "--csv", "--plots"] {
+        let run = words(&format!("{call} {option} /proc/no-such-folder/file"))?;
+        refused(&run, 1, &[option, "/proc/no-such-folder/file", "No such file or directory"]);
+    }
+    let folder = tempfile::tempdir()?;
+    let report = folder.path().join("r.html");
+    let run = words(&format!("bench decode --size 1x0 --report {}", report.display()))?;
+    refused(&run, 2, &["--size", "1x0"]);
+    assert!(!report.exists());
+    Ok(())
+}
+
+/// A machine without a GPU is none with an error.
+#[test]
+fn what_computed_is_a_processor_or_a_gpu() -> Result {
+    let call = "--size 1x16 --heads 2 --kv-heads 1 --head-size 32 --runs 1 --checked-rows 1";
+    let run = words(&format!("bench decode {call}"))?;
+    assert_eq!(run.code, Some(0), "{}", run.stderr);
+    let device = run.stdout.lines().find(|line| line.starts_with("Device "));
+    let device = device.ok_or("no device")?;
+    assert!(!device.contains("libcuda") && !device.contains("driver"), "{device}");
+    Ok(())
+}
+
 #[test]
 fn models_give_heads_and_longest_sequence() -> Result {
     let run = words(
-        "bench token --backend cpu --model phi3-mini,llama3-8b --length 8,9000 --runs 1 --checked-rows 2 --json",
+        "bench decode --backend cpu --model phi3-mini,llama3-8b --length 8,9000 --runs 1 --checked-rows 2 --json",
     )?;
     assert_eq!(run.code, Some(0), "{}", run.stderr);
     let report: serde_json::Value = serde_json::from_str(&run.stdout)?;
@@ -797,18 +854,26 @@ fn every_operator_dumps_its_calls() -> Result {
 /// A wrong switch is a mistake, and no reason to take the CPU instead of a GPU.
 #[test]
 fn a_wrong_switch_is_refused_whatever_the_machine() -> Result {
-    let run =
-        with_variable("GQA_SPLITS", "abc".as_ref(), "bench token --size 1x16 --runs 1".split(' '))?;
+    let run = with_variable(
+        "GQA_SPLITS",
+        "abc".as_ref(),
+        "bench decode --size 1x16 --runs 1".split(' '),
+    )?;
     refused(&run, 1, &["GQA_SPLITS: got \"abc\"; allowed: 1 to 128"]);
     Ok(())
 }
 
 #[test]
-fn demo_shows_a_prompt_and_tokens() -> Result {
-    let run = words("demo --backend cpu --prompt 20 --tokens 3")?;
+fn demo_shows_prefill_and_decode_steps() -> Result {
+    let run = words("demo --backend cpu --prefill 20 --decode 3")?;
     assert_eq!(run.code, Some(0), "{}{}", run.stdout, run.stderr);
-    for word in ["plan for the prompt", "plan for a token", "prompt of 20 rows", "3 tokens", ": ok"]
-    {
+    for word in [
+        "plan for prefill",
+        "plan for a decode step",
+        "prefill of 20 tokens",
+        "3 decode steps",
+        ": ok",
+    ] {
         assert!(run.stdout.contains(word), "{word} in {}", run.stdout);
     }
     Ok(())

@@ -37,8 +37,8 @@ fn environment_variables_are_documented() {
          An alias, ONNX Runtime's name for the same thing, counts where the variable itself is not\n\
          set. A value that a variable does not take is an error; a `GQA_*` name that is not in the\n\
          table is a warning in the log.\n\n{}\n\
-         `gqa doctor` lists those that are set. A variable changes plans that are made after it was\n\
-         read: the program reads them when it starts, the library in `PlanOptions::from_env`.\n",
+         `cargo gqa doctor` lists those that are set. A variable changes plans that are made after it\n\
+         was read: the program reads them when it starts, the library in `PlanOptions::from_env`.\n",
         environment::markdown()
     );
     check("env.md", &text);

@@ -29,7 +29,11 @@ pub fn figures(report: &Report) -> Vec<Figure> {
         against("rate", report.mode.rate_title(), rate, by_length(records, rate_of)),
     ];
     if let Some(ceilings) = &report.ceilings {
-        figures.push(roofline(records, ceilings));
+        let title = match report.note_of_roofline() {
+            Some(_) => "Place under the roofline; above it: in a cache, or AMX, float8",
+            None => "Place under the roofline",
+        };
+        figures.push(Figure { title: title.to_owned(), ..roofline(records, ceilings) });
     }
     let ratios = ratios(records);
     if !ratios.is_empty() {
@@ -44,31 +48,31 @@ impl Mode {
     /// What sweeps go over.
     pub fn length(self) -> &'static str {
         match self {
-            Self::Prompt => "rows of the prompt",
-            Self::Token => "rows in the cache",
+            Self::Prefill => "rows of the prompt",
+            Self::Decode => "rows in the cache",
         }
     }
 
     /// The rate that matters.
     pub fn rate(self, record: &Record) -> f64 {
         match self {
-            Self::Prompt => record.tflop_per_s,
-            Self::Token => record.gb_per_s,
+            Self::Prefill => record.tflop_per_s,
+            Self::Decode => record.gb_per_s,
         }
     }
 
     /// Its unit.
     pub fn rate_unit(self) -> &'static str {
         match self {
-            Self::Prompt => "TFLOP/s",
-            Self::Token => "GB/s",
+            Self::Prefill => "TFLOP/s",
+            Self::Decode => "GB/s",
         }
     }
 
     fn rate_title(self) -> &'static str {
         match self {
-            Self::Prompt => "Arithmetic: operations of q·k and p·v that the mask leaves",
-            Self::Token => "Memory: bytes that must be read or written once",
+            Self::Prefill => "Arithmetic: operations of q·k and p·v that the mask leaves",
+            Self::Decode => "Memory: bytes that must be read or written once",
         }
     }
 }
@@ -136,7 +140,7 @@ fn roofline(records: &[Record], ceilings: &Ceilings) -> Figure {
     series.extend(placed);
     Figure {
         name: "roofline".to_owned(),
-        title: "Place under the roofline".to_owned(),
+        title: String::new(),
         x: Axis { label: "operations per byte that must move", scale: Scale::Log },
         y: Axis { label: "TFLOP/s", scale: Scale::Log },
         series,

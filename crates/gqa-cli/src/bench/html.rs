@@ -12,8 +12,8 @@ use plotters::style::RGBColor;
 /// The whole file.
 pub fn page(report: &Report) -> Result<String> {
     let title = match report.mode {
-        Mode::Prompt => "GroupQueryAttention: prompts",
-        Mode::Token => "GroupQueryAttention: tokens",
+        Mode::Prefill => "GroupQueryAttention: prefill",
+        Mode::Decode => "GroupQueryAttention: decode",
     };
     let mut html = format!(
         "<!doctype html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n\
@@ -45,6 +45,9 @@ fn results(html: &mut String, report: &Report) -> Result<()> {
     table(html, &Table::results(report.mode, &report.results))?;
     for kernels in report.kernels() {
         writeln!(html, "<p class=\"detail\">{}</p>", escape(&kernels))?;
+    }
+    if let Some(note) = report.note_of_roofline() {
+        writeln!(html, "<p class=\"detail\">Roofline: {}.</p>", escape(note))?;
     }
     if let Some(beside) = Table::side_by_side(report.mode, &report.results) {
         html.push_str("<h2>Beside others</h2>\n");

@@ -16,6 +16,7 @@ mod record;
 mod report;
 mod sizes;
 
+use std::fs::OpenOptions;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -39,15 +40,15 @@ use sizes::{Row, Selection, Size};
 /// What is measured.
 #[derive(clap::Subcommand)]
 pub enum Mode {
-    /// Many query rows: a prompt, or a chunk of one.
-    Prompt(Prompt),
-    /// Few query rows against a long cache.
-    Token(Token),
+    /// Many query rows: prefill, or a chunk of it.
+    Prefill(Prefill),
+    /// Few query rows against a long cache: decode steps.
+    Decode(Decode),
 }
 
-/// Arguments of `gqa bench prompt`.
+/// Arguments of `gqa bench prefill`.
 #[derive(clap::Args)]
-pub struct Prompt {
+pub struct Prefill {
     /// Sequences x rows, several separated by commas [default: 32x512,8x2048,2x8192,1x16384 on a
     /// GPU, else 1x128,1x512].
     #[arg(long, value_delimiter = ',')]
@@ -59,9 +60,9 @@ pub struct Prompt {
     common: Common,
 }
 
-/// Arguments of `gqa bench token`.
+/// Arguments of `gqa bench decode`.
 #[derive(clap::Args)]
-pub struct Token {
+pub struct Decode {
     /// Sequences x rows in the cache before, several separated by commas
     /// [default: 1x1024,1x8192,8x8192,32x2048,32x8192 on a GPU, else 1x512,1x4096].
     #[arg(long, value_delimiter = ',')]
@@ -107,31 +108,31 @@ struct Common {
 impl Mode {
     fn common(&self) -> &Common {
         match self {
-            Self::Prompt(prompt) => &prompt.common,
-            Self::Token(token) => &token.common,
+            Self::Prefill(prefill) => &prefill.common,
+            Self::Decode(decode) => &decode.common,
         }
     }
 
     fn kind(&self) -> report::Mode {
         match self {
-            Self::Prompt(_) => report::Mode::Prompt,
-            Self::Token(_) => report::Mode::Token,
+            Self::Prefill(_) => report::Mode::Prefill,
+            Self::Decode(_) => report::Mode::Decode,
         }
     }
 
     /// The calls to be measured.
     fn rows(&self, machine: &Machine) -> Vec<Row> {
         let shape = |layer: Layer, size: Size| match self {
-            Self::Prompt(prompt) => {
-                Shape::new(layer, size.batch, size.length, prompt.past_length as usize)
+            Self::Prefill(prefill) => {
+                Shape::new(layer, size.batch, size.length, prefill.past_length as usize)
             }
-            Self::Token(token) => {
-                Shape::new(layer, size.batch, token.query_length as usize, size.length)
+            Self::Decode(decode) => {
+                Shape::new(layer, size.batch, decode.query_length as usize, size.length)
             }
         };
         let given = match self {
-            Self::Prompt(prompt) => &prompt.size,
-            Self::Token(token) => &token.size,
+            Self::Prefill(prefill) => &prefill.size,
+            Self::Decode(decode) => &decode.size,
         };
         let sizes = if given.is_empty() { self.defaults(machine) } else { given.clone() };
         self.common().selection.rows(&sizes, shape)
@@ -140,12 +141,12 @@ impl Mode {
     /// Sizes that are telling on a GPU, or done in seconds elsewhere.
     fn defaults(&self, machine: &Machine) -> Vec<Size> {
         let sizes: &[(usize, usize)] = match (self, machine) {
-            (Self::Prompt(_), Machine::Gpu(_)) => &[(32, 512), (8, 2048), (2, 8192), (1, 16384)],
-            (Self::Prompt(_), Machine::Host(_)) => &[(1, 128), (1, 512)],
-            (Self::Token(_), Machine::Gpu(_)) => {
+            (Self::Prefill(_), Machine::Gpu(_)) => &[(32, 512), (8, 2048), (2, 8192), (1, 16384)],
+            (Self::Prefill(_), Machine::Host(_)) => &[(1, 128), (1, 512)],
+            (Self::Decode(_), Machine::Gpu(_)) => {
                 &[(1, 1024), (1, 8192), (8, 8192), (32, 2048), (32, 8192)]
             }
-            (Self::Token(_), Machine::Host(_)) => &[(1, 512), (1, 4096)],
+            (Self::Decode(_), Machine::Host(_)) => &[(1, 512), (1, 4096)],
         };
         sizes.iter().map(|&(batch, length)| Size { batch, length }).collect()
     }
@@ -154,6 +155,7 @@ impl Mode {
 /// Measures every size.
 pub fn run(mode: &Mode) -> Result<ExitCode> {
     let common = mode.common();
+    common.check_files()?;
     let peers = common.against.as_deref().map(Peers::read).transpose()?;
     let (machine, device) = Machine::select(common.backend)?;
     let mut report = Report {
@@ -175,7 +177,7 @@ pub fn run(mode: &Mode) -> Result<ExitCode> {
         report.results.iter_mut().for_each(|record| peers.join(record));
     }
     print(&report, common.json)?;
-    write(&report, common)?;
+    common.write(&report)?;
     Ok(report.exit_code())
 }
 
@@ -271,6 +273,9 @@ fn print(report: &Report, json: bool) -> Result<()> {
     for kernels in report.kernels() {
         say!("kernels: {kernels}");
     }
+    if let Some(note) = report.note_of_roofline() {
+        say!("roofline: {note}");
+    }
     if let Some(table) = Table::side_by_side(report.mode, &report.results) {
         say!("");
         for line in table.lines() {
@@ -283,16 +288,32 @@ fn print(report: &Report, json: bool) -> Result<()> {
     Ok(())
 }
 
-fn write(report: &Report, common: &Common) -> Result<()> {
-    if let Some(path) = &common.csv {
-        report.write_csv(path)?;
+impl Common {
+    /// Errs where a file cannot be written, which is to be known before minutes are spent.
+    fn check_files(&self) -> Result<()> {
+        for (option, path) in [("--csv", &self.csv), ("--report", &self.report)] {
+            let Some(path) = path else { continue };
+            let is_new = !path.exists();
+            let opened = OpenOptions::new().append(true).create(true).open(path);
+            opened.with_context(|| format!("{option} {}", path.display()))?;
+            if is_new {
+                std::fs::remove_file(path)?;
+            }
+        }
+        self.plots.as_deref().map_or(Ok(()), report::make_folder)
     }
-    if let Some(folder) = &common.plots {
-        report.write_plots(folder)?;
+
+    fn write(&self, report: &Report) -> Result<()> {
+        if let Some(path) = &self.csv {
+            report.write_csv(path)?;
+        }
+        if let Some(folder) = &self.plots {
+            report.write_plots(folder)?;
+        }
+        if let Some(path) = &self.report {
+            let page = html::page(report)?;
+            std::fs::write(path, page).with_context(|| format!("--report {}", path.display()))?;
+        }
+        Ok(())
     }
-    if let Some(path) = &common.report {
-        let page = html::page(report)?;
-        std::fs::write(path, page).with_context(|| format!("--report {}", path.display()))?;
-    }
-    Ok(())
 }

@@ -58,7 +58,7 @@ impl Provenance {
     pub fn headline(&self) -> String {
         match self.driver {
             Some(_) => self.device.clone(),
-            None => format!("{} back end on {}", self.device, self.cpu),
+            None => format!("{}; on {}", self.device, self.cpu),
         }
     }
 

@@ -84,7 +84,8 @@ impl Shape {
             v_scale: scale,
             bounds: Bounds { query_rows: self.query_length, keys: self.total() },
         };
-        Ok(self.layer.paged_op().problem_from_shapes(&shapes)?)
+        let problem = self.layer.paged_op().problem_from_shapes(&shapes);
+        problem.map_err(|error| self.layer.by_option(error))
     }
 
     /// The tensors that say where sequences are: their blocks in random order.
