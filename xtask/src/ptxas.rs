@@ -28,16 +28,10 @@ const TARGETS: [&str; 5] = ["sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_120a"];
 /// `sm_89` for two blocks of 64 keys. `append_dequantized` and `paged_append` have four blocks to
 /// an SM, which on Hopper is faster even with spills than three are without
 /// (`docs/results/2026-11-28-h200-float8-keys`, `2026-11-28-h200-batches`).
-const SPILLS: [(&str, &str, u32); 60] = [
-    ("gqa_append_dequantized_f8", "sm_75", 64),
-    ("gqa_append_dequantized_f8", "sm_80", 64),
-    ("gqa_append_dequantized_f8", "sm_89", 64),
-    ("gqa_append_dequantized_i4", "sm_75", 64),
-    ("gqa_append_dequantized_i4", "sm_80", 64),
-    ("gqa_append_dequantized_i4", "sm_89", 64),
-    ("gqa_append_dequantized_i8", "sm_75", 64),
-    ("gqa_append_dequantized_i8", "sm_80", 64),
-    ("gqa_append_dequantized_i8", "sm_89", 64),
+const SPILLS: [(&str, &str, u32); 54] = [
+    ("gqa_append_dequantized", "sm_75", 64),
+    ("gqa_append_dequantized", "sm_80", 64),
+    ("gqa_append_dequantized", "sm_89", 64),
     ("gqa_decode_d128_r32", "sm_80", 8),
     ("gqa_decode_d128_r32", "sm_90", 32),
     ("gqa_decode_d128_r32", "sm_100a", 32),

@@ -412,20 +412,18 @@ fn explain_tells_what_a_cache_holds() -> Result {
     let run = words(step)?;
     assert_eq!(run.code, Some(0), "{}", run.stderr);
     for words in
-        ["float8e4m3fn cache with a scale per tensor", "chosen: gqa_decode_f8_bf16_d128_r8"]
+        ["float8e4m3fn cache with a scale per tensor", "chosen: gqa_decode_q8_bf16_d128_r8"]
     {
         assert!(run.stdout.contains(words), "{words} is not in\n{}", run.stdout);
     }
     let run = words(&format!("{step} --scales head"))?;
     assert!(run.stdout.contains("float8e4m3fn cache with a scale per head"), "{}", run.stdout);
     let run = words(&format!("{step} --scales channel --head-size 72"))?;
-    for words in ["with a scale per channel", "gqa_append_dequantized_f8_bf16"] {
+    for words in ["with a scale per channel", "gqa_append_dequantized_bf16"] {
         assert!(run.stdout.contains(words), "{words} is not in\n{}", run.stdout);
     }
     let run = words(&format!("{step} --scales token"))?;
-    for words in
-        ["float8e4m3fn cache with a scale per token", "gqa_decode_rows_f8_bf16_d128_r16_w4"]
-    {
+    for words in ["float8e4m3fn cache with a scale per token", "gqa_decode_q8_bf16_d128_r8"] {
         assert!(run.stdout.contains(words), "{words} is not in\n{}", run.stdout);
     }
     let run = words(&format!("{step} --scales token --separate-cache"))?;

@@ -398,12 +398,12 @@ pub struct PrologueParams {
     pub epsilon: f32,
     /// What k_scale and v_scale are for: one of [`scales`].
     pub scales: u32,
-    /// Not used.
-    pub reserved: u32,
+    /// What a quantized cache holds: a [`Format`](crate::num::Format).
+    pub format: u32,
 }
 
 layer!(
-    PrologueParams fixes q_heads, kv_heads, head_size, first_prompt, epsilon, scales, reserved; q in
+    PrologueParams fixes q_heads, kv_heads, head_size, first_prompt, epsilon, scales, format; q in
     Strides; k in Strides; v in Strides; q_out in Strides; rotary in RotaryParams
 );
 
@@ -570,13 +570,13 @@ pub struct PagedParams {
     pub window: u32,
     /// 1: lengths count the new tokens. 0: the rows before them.
     pub counts_new: u32,
-    /// Keeps the size a multiple of 8 without hidden padding.
-    pub reserved: u32,
+    /// What a quantized cache holds: a [`Format`](crate::num::Format).
+    pub format: u32,
 }
 
 layer!(
     PagedParams fixes q_heads, kv_heads, head_size, row_vectors, block_size, moves_queries, scales,
-    by_token, window, counts_new, reserved; q in Strides; k in Strides; v in Strides; rotary in
+    by_token, window, counts_new, format; q in Strides; k in Strides; v in Strides; rotary in
     RotaryParams
 );
 
@@ -661,13 +661,17 @@ pub struct DecodeParams {
     pub ahead: u32,
     /// What k_scale and v_scale are for: one of [`scales`].
     pub scales: u32,
+    /// What a quantized cache holds: a [`Format`](crate::num::Format).
+    pub format: u32,
+    /// Keeps the size a multiple of 8 without hidden padding.
+    pub reserved: u32,
 }
 
 // A step has the same number of new tokens each time, so strides of batch entries are fixed, too.
 layer!(
     DecodeParams fixes attention.kv_heads, attention.q_len, attention.q, attention.out, new_k,
-    new_v, new_len, rows, at_a_time, overlap, ahead, scales; attention in AttentionParams; rotary in
-    RotaryParams
+    new_v, new_len, rows, at_a_time, overlap, ahead, scales, format, reserved; attention in
+    AttentionParams; rotary in RotaryParams
 );
 
 /// Scalars of the decode kernels whose cache consists of blocks, of elements or quantized values.
@@ -708,7 +712,7 @@ const _: () =
 const _: () = assert!(size_of::<QuantizedHopperParams>() == size_of::<HopperParams>() + 2 * 4);
 const _: () =
     assert!(size_of::<QuantizedPagedHopperParams>() == size_of::<PagedHopperParams>() + 2 * 4);
-const _: () = assert!(size_of::<DecodeParams>() == size_of::<AttentionParams>() + 2 * 24 + 12 * 4);
+const _: () = assert!(size_of::<DecodeParams>() == size_of::<AttentionParams>() + 2 * 24 + 14 * 4);
 const _: () = assert!(size_of::<PrologueParams>() == 6 * 24 + 16 * 4);
 const _: () = assert!(size_of::<PagedDecodeParams>() == size_of::<DecodeParams>() + 6 * 4);
 const _: () = assert!(size_of::<PagedParams>() == 3 * 24 + 22 * 4);

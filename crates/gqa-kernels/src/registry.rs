@@ -14,8 +14,9 @@
 /// Rows of one argument list, of one family and role. `NAME => BODY, T = TYPE, { head_size, rows,
 /// keys, threads, min_blocks, shared, hot, min_sm }`; where blocks form clusters or pass data to
 /// each other, `cluster` (the most blocks of a cluster), `pads` where smaller heads are padded, and
-/// `communicates` follow, `codes` where the KV cache is quantized, `output` ([`Output`]) where that
-/// is of another type than `T`, and `exact_sums` where a family has a kernel for log-sum-exp apart.
+/// `communicates` follow, `formats` where the KV cache is quantized, `output` ([`Output`]) where
+/// that is of another type than `T`, and `exact_sums` where a family has a kernel for log-sum-exp
+/// apart.
 /// Tensor maps come first, numbered from 0, `[q 0, k 1]`, then pointer arguments, the by-value
 /// parameter struct last. What all rows have in common may come before them: `each { head_size, …
 /// }, { NAME => BODY, T = TYPE; }`.
@@ -64,15 +65,14 @@ macro_rules! host_entry {
     };
     ($name:ident, $body:expr, $t:ident = $ty:ty, $family:ident: $role:ident, $feature:literal, ([$($map:ident $i:literal),*] $($arg:ident: $aty:ty),* ; $p:ident: $pty:ty),
      { head_size: $head:expr, rows: $rows:expr, keys: $keys:expr, threads: $threads:expr, min_blocks: $min_blocks:expr, shared: $shared:expr, hot: $hot:expr, min_sm: $sm:expr
-       $(, cluster: $cluster:expr)? $(, pads: $pads:expr)? $(, communicates: $communicates:expr)? $(, codes: $codes:expr)? $(, by_row: $by_row:expr)? $(, output: $output:ident)? $(, exact_sums: $exact_sums:literal)? }) => {
+       $(, cluster: $cluster:expr)? $(, pads: $pads:expr)? $(, communicates: $communicates:expr)? $(, formats: $formats:expr)? $(, output: $output:ident)? $(, exact_sums: $exact_sums:literal)? }) => {
         crate::registry::Entry {
             name: stringify!($name),
             family: crate::registry::Family::$family,
             feature: $feature,
             role: crate::registry::Role::$role,
             dtype: <$ty as crate::num::Element>::DTYPE,
-            codes: optional!(None $(, Some($codes))?),
-            by_row: optional!(false $(, $by_row)?),
+            formats: optional!(&[] $(, $formats)?),
             output: optional!(crate::registry::Output::Element $(, crate::registry::Output::$output)?),
             exact_sums: optional!(false $(, $exact_sums)?),
             head_size: $head,

@@ -4,7 +4,7 @@
 use gqa_host::driver::{Shipped, shipped};
 use gqa_host::engine::{Dense, Heads, Layer, Paged};
 use gqa_host::plan::{Arg, DeviceInfo, Fold, Plan, PlanOptions, plan};
-use gqa_host::{DType, Problem, Result};
+use gqa_host::{DType, Problem, QuantFormat, Quantization, Result, Scales};
 use gqa_ptx::{Constants, Ptxas, fold};
 use proptest::prelude::*;
 use std::collections::{BTreeMap, BTreeSet};
@@ -130,6 +130,27 @@ fn calls_of_a_layer_share_their_constants_and_other_layers_do_not() {
     assert!(constants(&first, Fold::Off).iter().all(Constants::is_empty));
 }
 
+/// One kernel takes int8 and float8, with scales of any kind.
+#[test]
+fn formats_of_eight_bits_are_constants_of_one_kernel() {
+    let of = |format, scales| {
+        let layer = layer(None).quantized(Quantization { format, scales });
+        planned(&layer, Dense::decode(2, 2048)).unwrap()
+    };
+    let int8 = of(QuantFormat::Int8, Scales::PerHead);
+    let entry = |plan: &Plan| plan.launches()[0].entry().name;
+    for (format, scales) in [
+        (QuantFormat::Float8, Scales::PerHead),
+        (QuantFormat::Int8, Scales::PerTensor),
+        (QuantFormat::Int8, Scales::PerToken),
+    ] {
+        let other = of(format, scales);
+        assert_eq!(entry(&int8), entry(&other), "{format}, {scales:?}");
+        let [of_int8, of_other] = [&int8, &other].map(|plan| constants(plan, Fold::Layer));
+        assert!(of_int8 != of_other, "{format}, {scales:?}");
+    }
+}
+
 #[test]
 fn constants_are_null_pointers_and_bytes_of_the_parameters() {
     let plan = planned(&layer(None), Dense::decode(1, 4096)).unwrap();
@@ -160,7 +181,16 @@ fn calls() -> Vec<Problem> {
         let dense = dense.iter().map(|call| layer.dense(*call).unwrap());
         dense.chain(paged.iter().map(|call| layer.paged(*call).unwrap())).collect::<Vec<_>>()
     };
-    layers.iter().flat_map(of).collect()
+    let quantized = [
+        (QuantFormat::Int8, Scales::PerHead),
+        (QuantFormat::Int4, Scales::PerChannel),
+        (QuantFormat::Float8, Scales::PerToken),
+    ]
+    .map(|(format, scales)| {
+        let layer = Layer::new(DType::BF16, Heads { query: 16, kv: 4, size: 256 });
+        layer.quantized(Quantization { format, scales }).dense(Dense::decode(1, 4096)).unwrap()
+    });
+    layers.iter().flat_map(of).chain(quantized).collect()
 }
 
 /// The hot kernels of these calls with what the layers fix, as the drivers of two GPUs get them.

@@ -95,7 +95,7 @@ mod tree;
 pub use cached::Cached;
 pub use layout::{Blocks, Heads, Layout, Padded, Whole};
 pub use products::{Mma, Products, Wgmma};
-pub use quantized::{Codes, Scales};
+pub use quantized::{Codes, Coding};
 
 use crate::num::MmaElement;
 use crate::params::{AttentionParams, DecodeParams, overlap};
@@ -462,7 +462,7 @@ impl<
         // Few bytes, but whoever asks for them behind the cache's waits long.
         let ask = |rows: &Rows| {
             let scale =
-                C::ask(new_tokens.scales, &p, place.kv_head, channels, other, Self::THREADS);
+                C::ask(new_tokens.coding, &p, place.kv_head, channels, other, Self::THREADS);
             (scale, Self::ask_word(a, rows, layout, tree))
         };
         let early = (!prefetches).then(|| ask(&rows));
@@ -508,7 +508,7 @@ impl<
             new_tokens.rotate(&rows, &tiles, rotations, Self::THREADS);
             Self::sync_block();
             if share.has_new_tokens {
-                C::encode(&tiles, staging, new_rows(&p, &rows), Self::BLOCK);
+                C::encode(new_tokens.coding, &tiles, staging, new_rows(&p, &rows), Self::BLOCK);
             }
             // Written out: through `append_early` the compiler orders what comes before it
             // otherwise, which costs a step over a paged KV cache 0.2 us.
@@ -520,14 +520,14 @@ impl<
             let (states, acc) = Self::attend_together(&p, &rows, &share, cache, tree, lacks_rows);
             Self::publish_together(states, &acc);
         } else {
-            let unit = C::prepare(&tiles, staging, Self::BLOCK);
+            let unit = C::prepare(new_tokens.coding, &tiles, staging, Self::BLOCK);
             if Self::IS_QUANTIZED {
                 Self::append_early(&p, &rows, place, &new_tokens, &tiles, layout, staging);
             }
-            let of_rows = RowScales { given: new_tokens.scales, staging };
-            let (states, mut acc) =
+            let of_rows = RowScales { coding: new_tokens.coding, staging };
+            let (states, mut acc, value_unit) =
                 Self::attend(&p, &rows, &share, cache, of_rows, unit, tree, lacks_rows);
-            C::scale(&mut acc, staging);
+            C::scale(new_tokens.coding, &mut acc, staging, value_unit);
             Self::publish::<C>(states, &acc);
         }
         sync_threads();

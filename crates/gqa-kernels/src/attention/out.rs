@@ -69,7 +69,7 @@ impl OutElement for e4m3 {
 /// Two results of e4m3, the first in the lowest byte.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn pair(lo: f32, hi: f32) -> u32 {
-    Float8::encode_two([lo, hi])
+    Float8.encode_two([lo, hi])
 }
 
 /// Four of them.

@@ -35,34 +35,36 @@ impl core::fmt::Display for Format {
     }
 }
 
-/// A format of quantized values.
+/// A format of quantized values, or several of as many bits, of which the value is one.
 pub trait Code: Copy + 'static {
-    /// The format's run-time name.
-    const FORMAT: Format;
+    /// The formats' run-time names.
+    const FORMATS: &'static [Format];
     /// Bits of a quantized value.
     const BITS: u32;
     /// Quantized values of a 32-bit word, the first in its lowest bits.
     const PER_WORD: u32 = 32 / Self::BITS;
+    /// That of a kernel's parameter, which is a [`Format`] among [`FORMATS`](Self::FORMATS).
+    fn of(format: u32) -> Self;
     /// The largest number that a quantized value is.
-    const LARGEST: f32;
+    fn largest(self) -> f32;
     /// The quantized value of a number divided by its scale.
-    fn encode(quotient: f32) -> u32;
+    fn encode(self, quotient: f32) -> u32;
     /// Those of two, the first in the lowest bits.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn encode_two([first, second]: [f32; 2]) -> u32 {
-        Self::encode(first) | Self::encode(second) << Self::BITS
+    fn encode_two(self, [first, second]: [f32; 2]) -> u32 {
+        self.encode(first) | self.encode(second) << Self::BITS
     }
     /// The scale of a row by the bits of the largest [`magnitude`] in it: with it the row's largest
     /// number has the largest quantized value. 1 where that is no normal number.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn row_scale(largest: u32) -> f32 {
-        let scale = f32::from_bits(largest) / Self::LARGEST;
+    fn row_scale(self, largest: u32) -> f32 {
+        let scale = f32::from_bits(largest) / self.largest();
         // NaN is not among these.
         if (f32::MIN_POSITIVE..=f32::MAX).contains(&scale) { scale } else { 1.0 }
     }
     /// A quantized value as a number, to be multiplied by its scale: exact in `f32` and in half
     /// precision. Bits above the code's do not count.
-    fn decode(code: u32) -> f32;
+    fn decode(self, code: u32) -> f32;
 }
 
 /// The bits of a number without its sign, which are in the order of absolute values; those of NaN
@@ -84,30 +86,52 @@ pub struct Int4;
 #[derive(Clone, Copy, Debug)]
 pub struct Float8;
 
+/// [`Int8`] or [`Float8`]: which, is a parameter of the kernel, and a constant of its text once a
+/// plan is loaded.
+#[derive(Clone, Copy, Debug)]
+pub struct Bits8 {
+    /// Whether it is [`Float8`].
+    pub is_float: bool,
+}
+
 impl Code for Int8 {
-    const FORMAT: Format = Format::Int8;
+    const FORMATS: &'static [Format] = &[Format::Int8];
     const BITS: u32 = 8;
-    const LARGEST: f32 = 127.0;
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn encode(quotient: f32) -> u32 {
+    fn of(_: u32) -> Self {
+        Self
+    }
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn largest(self) -> f32 {
+        127.0
+    }
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn encode(self, quotient: f32) -> u32 {
         (nearest(quotient, -128.0, 127.0) & 0xff) as u32
     }
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn decode(code: u32) -> f32 {
+    fn decode(self, code: u32) -> f32 {
         code as u8 as i8 as f32
     }
 }
 
 impl Code for Int4 {
-    const FORMAT: Format = Format::Int4;
+    const FORMATS: &'static [Format] = &[Format::Int4];
     const BITS: u32 = 4;
-    const LARGEST: f32 = 7.0;
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn encode(quotient: f32) -> u32 {
+    fn of(_: u32) -> Self {
+        Self
+    }
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn largest(self) -> f32 {
+        7.0
+    }
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn encode(self, quotient: f32) -> u32 {
         (nearest(quotient, -8.0, 7.0) + 8) as u32
     }
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn decode(code: u32) -> f32 {
+    fn decode(self, code: u32) -> f32 {
         ((code & 0xf) as i32 - 8) as f32
     }
 }
@@ -138,11 +162,18 @@ impl Float8 {
 }
 
 impl Code for Float8 {
-    const FORMAT: Format = Format::Float8;
+    const FORMATS: &'static [Format] = &[Format::Float8];
     const BITS: u32 = 8;
-    const LARGEST: f32 = Self::MAX;
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn encode(quotient: f32) -> u32 {
+    fn of(_: u32) -> Self {
+        Self
+    }
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn largest(self) -> f32 {
+        Self::MAX
+    }
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn encode(self, quotient: f32) -> u32 {
         /// Next to it floats are [`Float8::STEP`] apart, so that an addition rounds.
         const STEP_APART: f32 = 16_384.0;
         let sign = quotient.to_bits() >> 24 & 0x80;
@@ -161,14 +192,14 @@ impl Code for Float8 {
         sign | code
     }
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn encode_two([first, second]: [f32; 2]) -> u32 {
+    fn encode_two(self, [first, second]: [f32; 2]) -> u32 {
         if !ROUNDS_TO_FLOAT8 {
-            return Self::encode(first) | Self::encode(second) << Self::BITS;
+            return self.encode(first) | self.encode(second) << Self::BITS;
         }
         f32x2_to_e4m3x2(first, second).into()
     }
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn decode(code: u32) -> f32 {
+    fn decode(self, code: u32) -> f32 {
         let (sign, size) = ((code & 0x80) << 24, code & 0x7f);
         let number = match size {
             Self::NAN => f32::NAN,
@@ -176,6 +207,31 @@ impl Code for Float8 {
             _ => f32::from_bits((size << Self::DROPPED) + Self::BIAS),
         };
         f32::from_bits(number.to_bits() | sign)
+    }
+}
+
+impl Code for Bits8 {
+    const FORMATS: &'static [Format] = &[Format::Int8, Format::Float8];
+    const BITS: u32 = 8;
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn of(format: u32) -> Self {
+        Self { is_float: format == Format::Float8 as u32 }
+    }
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn largest(self) -> f32 {
+        if self.is_float { Float8.largest() } else { Int8.largest() }
+    }
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn encode(self, quotient: f32) -> u32 {
+        if self.is_float { Float8.encode(quotient) } else { Int8.encode(quotient) }
+    }
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn encode_two(self, quotients: [f32; 2]) -> u32 {
+        if self.is_float { Float8.encode_two(quotients) } else { Int8.encode_two(quotients) }
+    }
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn decode(self, code: u32) -> f32 {
+        if self.is_float { Float8.decode(code) } else { Int8.decode(code) }
     }
 }
 
@@ -198,48 +254,49 @@ mod tests {
     fn integers_round_to_even_and_clamp() {
         for x in numbers(1.0) {
             let want = x.round_ties_even().clamp(-128.0, 127.0);
-            assert_eq!(Int8::decode(Int8::encode(x)), want, "{x}");
+            assert_eq!(Int8.decode(Int8.encode(x)), want, "{x}");
             let want = x.round_ties_even().clamp(-8.0, 7.0);
-            assert_eq!(Int4::decode(Int4::encode(x)), want, "{x}");
+            assert_eq!(Int4.decode(Int4.encode(x)), want, "{x}");
         }
-        assert_eq!([Int8::encode(-1.0), Int8::encode(-128.0), Int4::encode(-8.0)], [0xff, 0x80, 0]);
+        assert_eq!([Int8.encode(-1.0), Int8.encode(-128.0), Int4.encode(-8.0)], [0xff, 0x80, 0]);
     }
 
     /// The scale of a row with such numbers.
-    fn row_scale<C: Code>(row: &[f32]) -> f32 {
-        C::row_scale(row.iter().map(|&x| magnitude(x)).max().unwrap_or(0))
+    fn row_scale<C: Code>(code: C, row: &[f32]) -> f32 {
+        code.row_scale(row.iter().map(|&x| magnitude(x)).max().unwrap_or(0))
     }
 
     #[test]
     fn a_rows_scale_gives_its_largest_number_the_largest_quantized_value() {
-        fn check<C: Code>() {
+        fn check<C: Code>(code: C) {
             for x in numbers(1.0).filter(|x| x.is_finite()) {
-                let scale = row_scale::<C>(&[0.0, x, x / 2.0]);
-                let tiny = x.abs() / C::LARGEST < f32::MIN_POSITIVE;
-                assert_eq!(scale, if tiny { 1.0 } else { x.abs() / C::LARGEST }, "{x:e}");
-                let want = if tiny { 0.0 } else { C::LARGEST.copysign(x) };
-                let got = C::decode(C::encode(x / scale));
+                let scale = row_scale(code, &[0.0, x, x / 2.0]);
+                let tiny = x.abs() / code.largest() < f32::MIN_POSITIVE;
+                assert_eq!(scale, if tiny { 1.0 } else { x.abs() / code.largest() }, "{x:e}");
+                let want = if tiny { 0.0 } else { code.largest().copysign(x) };
+                let got = code.decode(code.encode(x / scale));
                 assert_eq!(got, want, "{x:e} by {scale:e}");
             }
             for x in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
-                assert_eq!(row_scale::<C>(&[1.0, x, 3.0]), 1.0, "{x}");
+                assert_eq!(row_scale(code, &[1.0, x, 3.0]), 1.0, "{x}");
             }
         }
-        check::<Int8>();
-        check::<Int4>();
-        check::<Float8>();
+        check(Int8);
+        check(Int4);
+        check(Float8);
+        Bits8::FORMATS.iter().for_each(|&format| check(Bits8::of(format as u32)));
     }
 
     #[test]
     fn eight_bit_floats_are_those_of_the_library() {
         for code in 0..=u8::MAX {
-            let (got, want) = (Float8::decode(code.into()), F8E4M3::from_bits(code).to_f32());
+            let (got, want) = (Float8.decode(code.into()), F8E4M3::from_bits(code).to_f32());
             assert!(got.to_bits() == want.to_bits() || got.is_nan() && want.is_nan(), "{code:#x}");
         }
         for x in [0.002, 0.125, 4.0, 64.0].into_iter().flat_map(numbers) {
             let want = F8E4M3::from_f32(x.clamp(-448.0, 448.0)).to_bits();
-            assert_eq!(Float8::encode(x), want.into(), "{x:e}");
+            assert_eq!(Float8.encode(x), want.into(), "{x:e}");
         }
-        assert!(Float8::decode(Float8::encode(f32::NAN)).is_nan());
+        assert!(Float8.decode(Float8.encode(f32::NAN)).is_nan());
     }
 }

@@ -150,7 +150,7 @@ impl e4m3 {
     /// Rounds to nearest, ties to even; what is greater than 448 becomes 448.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn from_f32(value: f32) -> Self {
-        Self(Float8::encode(value) as u8)
+        Self(Float8.encode(value) as u8)
     }
 }
 

@@ -6,7 +6,7 @@
 //! multiple of the smallest one. GPUs from SM 89 on have an instruction for float8; code for older
 //! ones multiplies.
 
-use super::code::{Code, Float8, Int4, Int8};
+use super::code::{Bits8, Code, Float8, Int4, Int8};
 use crate::simt::{e4m3x2_to_f16x2, fma_f16x2, mul_f16x2, prmt, sub_f16x2};
 
 /// A format whose quantized values become halves.
@@ -24,10 +24,10 @@ pub trait MmaCode: Code {
     const ZEROS: u32;
     /// Word `i < PER_HALF_WORD` holds code `i` of the lower half of `codes` and code `i` of its
     /// upper half, exactly, as f16: `(code + OFFSET) * UNITS[i]`; what follows is 0.
-    fn halves(codes: u32) -> [u32; 4];
+    fn halves(self, codes: u32) -> [u32; 4];
     /// Word `i < PER_WORD / 2` holds the codes `2 i` and `2 i + 1` of `codes`, exactly, as f16;
     /// what follows is 0.
-    fn in_order(codes: u32) -> [u32; 4];
+    fn in_order(self, codes: u32) -> [u32; 4];
 }
 
 impl Int8 {
@@ -52,13 +52,13 @@ impl MmaCode for Int8 {
     const ZEROS: u32 = 0;
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn halves(codes: u32) -> [u32; 4] {
+    fn halves(self, codes: u32) -> [u32; 4] {
         /// Bytes 0 and 2, and bytes 1 and 3, each below one of the second operand.
         const EVEN_AND_ODD: [u32; 2] = [0x4240, 0x4341];
         Self::selected(codes, EVEN_AND_ODD)
     }
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn in_order(codes: u32) -> [u32; 4] {
+    fn in_order(self, codes: u32) -> [u32; 4] {
         /// Bytes 0 and 1, and bytes 2 and 3.
         const LOW_AND_HIGH: [u32; 2] = [0x4140, 0x4342];
         Self::selected(codes, LOW_AND_HIGH)
@@ -78,13 +78,13 @@ impl MmaCode for Int4 {
     const ZEROS: u32 = 0x8888_8888;
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn halves(codes: u32) -> [u32; 4] {
+    fn halves(self, codes: u32) -> [u32; 4] {
         const LOWER: u32 = 0x000f_000f;
         const UPPER: u32 = 0x00f0_00f0;
         [codes & LOWER, codes & UPPER, codes >> 8 & LOWER, codes >> 8 & UPPER]
     }
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn in_order(codes: u32) -> [u32; 4] {
+    fn in_order(self, codes: u32) -> [u32; 4] {
         /// 1024 for the lower four bits of a byte and 64 for the upper ones, as above; and 8 more.
         const LEADING_ONES: [u32; 2] = [0x5400_6400, 0x5480_6408];
         let of_byte = |i: u32| {
@@ -105,7 +105,7 @@ impl MmaCode for Float8 {
     const ZEROS: u32 = 0;
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn halves(codes: u32) -> [u32; 4] {
+    fn halves(self, codes: u32) -> [u32; 4] {
         /// Bytes 0 and 2, then 1 and 3.
         const SORTED: u32 = 0x3120;
         if !CONVERTS_FLOAT8 {
@@ -115,7 +115,7 @@ impl MmaCode for Float8 {
         [e4m3x2_to_f16x2(codes as u16), e4m3x2_to_f16x2((codes >> 16) as u16), 0, 0]
     }
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn in_order(codes: u32) -> [u32; 4] {
+    fn in_order(self, codes: u32) -> [u32; 4] {
         /// For [`multiplied`]: bytes 0 and 1, and bytes 2 and 3, in upper halves.
         const LOW_AND_HIGH: [u32; 2] = [0x1404, 0x3424];
         if !CONVERTS_FLOAT8 {
@@ -123,6 +123,31 @@ impl MmaCode for Float8 {
             return [low, high, 0, 0];
         }
         [e4m3x2_to_f16x2(codes as u16), e4m3x2_to_f16x2((codes >> 16) as u16), 0, 0]
+    }
+}
+
+/// Words of both formats, of which one is taken: no branch comes between products, and where the
+/// format is a constant ptxas computes one alone.
+impl MmaCode for Bits8 {
+    const OFFSET: f32 = 0.0;
+    const UNITS: [f32; 4] = [1.0; 4];
+    const PRODUCT: f32 = 1.0;
+    const ZEROS: u32 = 0;
+
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn halves(self, codes: u32) -> [u32; 4] {
+        self.one_of(Int8.halves(codes), Float8.halves(codes))
+    }
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn in_order(self, codes: u32) -> [u32; 4] {
+        self.one_of(Int8.in_order(codes), Float8.in_order(codes))
+    }
+}
+
+impl Bits8 {
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn one_of(self, of_int8: [u32; 4], of_float8: [u32; 4]) -> [u32; 4] {
+        core::array::from_fn(|i| if self.is_float { of_float8[i] } else { of_int8[i] })
     }
 }
 
@@ -146,13 +171,13 @@ mod tests {
     use super::*;
     use crate::simt::f16_to_f32;
 
-    fn check<C: MmaCode>() {
+    fn check<C: MmaCode>(code: C) {
         for codes in (0..1 << 16).map(|i: u32| i | i.wrapping_mul(0x9e37) << 16) {
-            let words = C::halves(codes);
+            let words = code.halves(codes);
             for (i, word) in (0..).zip(words).take(C::PER_HALF_WORD) {
                 for half in 0..2 {
                     let got = f16_to_f32((word >> (16 * half)) as u16) / C::UNITS[i as usize];
-                    let want = C::OFFSET + C::decode(codes >> (16 * half + i * C::BITS));
+                    let want = C::OFFSET + code.decode(codes >> (16 * half + i * C::BITS));
                     assert!(
                         got == want || got.is_nan() && want.is_nan(),
                         "{codes:#x}: {i}, {half}"
@@ -161,8 +186,8 @@ mod tests {
             }
             assert!(words[C::PER_HALF_WORD..].iter().all(|&word| word == 0));
             for i in 0..C::PER_WORD {
-                let half = C::in_order(codes)[i as usize / 2] >> (16 * (i % 2));
-                let (got, want) = (f16_to_f32(half as u16), C::decode(codes >> (i * C::BITS)));
+                let half = code.in_order(codes)[i as usize / 2] >> (16 * (i % 2));
+                let (got, want) = (f16_to_f32(half as u16), code.decode(codes >> (i * C::BITS)));
                 assert!(got == want || got.is_nan() && want.is_nan(), "{codes:#x}: {i} in order");
             }
         }
@@ -177,7 +202,7 @@ mod tests {
                 .into_iter()
                 .enumerate()
             {
-                let want = Float8::decode(u32::from(codes) >> (8 * i));
+                let want = Float8.decode(u32::from(codes) >> (8 * i));
                 let got = f16_to_f32(half);
                 let same = got.to_bits() == want.to_bits();
                 assert!(same || got.is_nan() && want.is_nan(), "{codes:#x}: {i}: {got} for {want}");
@@ -187,8 +212,9 @@ mod tests {
 
     #[test]
     fn halves_are_what_codes_mean() {
-        check::<Int8>();
-        check::<Int4>();
-        check::<Float8>();
+        check(Int8);
+        check(Int4);
+        check(Float8);
+        Bits8::FORMATS.iter().for_each(|&format| check(Bits8::of(format as u32)));
     }
 }

@@ -115,7 +115,7 @@ pub fn append_quantized_size(p: &PrologueParams, per_vec: u32) -> [u32; 4] {
 
 /// Appends new K and V rows to a shared cache of quantized values.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
-pub fn append_quantized<T: Element, C: Code>(
+pub fn append_quantized<T: Element>(
     k: Global<T>,
     v: Global<T>,
     cos: Global<T>,
@@ -129,9 +129,24 @@ pub fn append_quantized<T: Element, C: Code>(
     p: PrologueParams,
 ) {
     let rope = Rope { cos, sin, position_ids, params: p.rotary };
-    let [k_scale, v_scale] = [k_scale, v_scale].map(|s| Divisors::new(s, ScalesPer::new(p.scales)));
-    for [b, s, head, pair] in Walk::over(append_quantized_size(&p, T::PER_VEC)) {
-        let seqlen = seqlen(&p, seqlens_k, b);
+    let (scales, present) = ([k_scale, v_scale], [present_k, present_v]);
+    with_code!(p.format, |code| append(code, (k, v), rope, scales, seqlens_k, present, &p));
+}
+
+/// The same for a format.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+fn append<T: Element, C: Code>(
+    code: C,
+    (k, v): (Global<T>, Global<T>),
+    rope: Rope<T>,
+    scales: [Global<f32>; 2],
+    seqlens_k: Global<i32>,
+    [present_k, present_v]: [Global<u16>; 2],
+    p: &PrologueParams,
+) {
+    let [k_scale, v_scale] = scales.map(|s| Divisors::new(s, ScalesPer::new(p.scales)));
+    for [b, s, head, pair] in Walk::over(append_quantized_size(p, T::PER_VEC)) {
+        let seqlen = seqlen(p, seqlens_k, b);
         if !seqlen.is_token(s) {
             continue;
         }
@@ -142,7 +157,7 @@ pub fn append_quantized<T: Element, C: Code>(
         let number = p.kv_out.at(b, head, seqlen.past + s);
         let to = cache.offset(number * C::BITS as usize / 16);
         let store = |e, vector| {
-            store_vector::<T, C>(e, vector, &scales, to);
+            store_vector::<T, C>(code, e, vector, &scales, to);
         };
         if is_key {
             let position = rope.position(b, s, seqlen.past);

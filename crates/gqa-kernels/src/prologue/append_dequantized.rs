@@ -48,7 +48,7 @@ pub fn append_dequantized_size(p: &PrologueParams, per_vec: u32) -> [u32; 4] {
 
 /// Appends new K and V rows, and writes numbers; with `BY_ROW`, of rows that have a scale each.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
-pub fn append_dequantized<T: Element, C: MmaCode, const BY_ROW: bool>(
+pub fn append_dequantized<T: Element, const BY_ROW: bool>(
     k: Global<T>,
     v: Global<T>,
     cos: Global<T>,
@@ -69,12 +69,10 @@ pub fn append_dequantized<T: Element, C: MmaCode, const BY_ROW: bool>(
     let keys = cache(present_k, k_numbers, k_scale);
     let values = cache(present_v, v_numbers, v_scale);
     let call = Call { k, v, keys, values, rope, seqlens_k };
-    call.dequantize::<C>(&p);
-    if BY_ROW {
-        call.append_with_scales::<C>(&p);
-    } else {
-        call.append::<C>(&p);
-    }
+    with_code!(p.format, |code| {
+        call.dequantize(code, &p);
+        if BY_ROW { call.append_with_scales(code, &p) } else { call.append(code, &p) }
+    });
 }
 
 /// New rows and the cache.
@@ -90,7 +88,7 @@ struct Call<T> {
 impl<T: Element> Call<T> {
     /// New rows, and their numbers.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn append<C: MmaCode>(&self, p: &PrologueParams) {
+    fn append<C: MmaCode>(&self, code: C, p: &PrologueParams) {
         let [keys, values] = [self.keys, self.values].map(|c| Divisors::new(c.scales, c.per));
         for [b, s, head, pair] in Walk::over(append_quantized_size(p, T::PER_VEC)) {
             let seqlen = seqlen(p, self.seqlens_k, b);
@@ -105,7 +103,7 @@ impl<T: Element> Call<T> {
                 let position = self.rope.position(b, s, seqlen.past);
                 let from = (self.k, p.k.at(b, head, s));
                 self.rope.rotate_pair(from, part, position, |e, vector| {
-                    to.append::<C>(e, vector, &scales)
+                    to.append(code, e, vector, &scales)
                 });
             } else {
                 let head = head - p.kv_heads;
@@ -118,9 +116,9 @@ impl<T: Element> Call<T> {
                 let from = p.v.at(b, head, s);
                 let load = |e: u32| self.v.load_vec(from + e as usize);
                 let vectors = (load(low), (high < p.head_size).then(|| load(high)));
-                to.append::<C>(low as usize, vectors.0, &scales);
+                to.append(code, low as usize, vectors.0, &scales);
                 if let Some(vector) = vectors.1 {
-                    to.append::<C>(high as usize, vector, &scales);
+                    to.append(code, high as usize, vector, &scales);
                 }
             }
         }
@@ -128,19 +126,20 @@ impl<T: Element> Call<T> {
 
     /// The same where rows have scales of their own.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn append_with_scales<C: MmaCode>(&self, p: &PrologueParams) {
+    fn append_with_scales<C: MmaCode>(&self, code: C, p: &PrologueParams) {
         let size = [p.batch, p.new_len, 2 * p.kv_heads, lanes(p.head_size / T::PER_VEC)];
         let row = |index| self.new_row::<C>(p, index);
         each_row(size, &self.rope, row, |new, to, largest| {
-            let scale = C::row_scale(largest);
+            let scale = code.row_scale(largest);
             if new.lane == 0 {
                 to.scale.store(0, scale);
             }
             let divisor = Divisor::new(scale);
             for e in new.elements() {
                 let (e, vector) = (e as usize, new.vector(&self.rope, e));
-                let words = store_quotients::<T, C>(e, vector, |_, x| divisor.divide(x), to.codes);
-                to.numbers.store_vec(e, numbers::<T, C>(words, |_| scale));
+                let quotient = |_, x| divisor.divide(x);
+                let words = store_quotients::<T, C>(code, e, vector, quotient, to.codes);
+                to.numbers.store_vec(e, numbers::<T, C>(code, words, |_| scale));
             }
         });
     }
@@ -170,7 +169,7 @@ impl<T: Element> Call<T> {
 
     /// Numbers of the rows that are not new.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn dequantize<C: MmaCode>(&self, p: &PrologueParams) {
+    fn dequantize<C: MmaCode>(&self, code: C, p: &PrologueParams) {
         for [b, head, four, vector] in Walk::over(old_rows_size(p, T::PER_VEC)) {
             let rows = rows_before(seqlen(p, self.seqlens_k, b), p).min(p.capacity);
             let first = four * ROWS;
@@ -192,7 +191,7 @@ impl<T: Element> Call<T> {
                 if is_row(i) {
                     let row = at(i);
                     let of_row = if cache.by_row { row.scale.load(0) } else { 1.0 };
-                    let vector = numbers::<T, C>(words[i], |n| of_row * of_channels[n]);
+                    let vector = numbers::<T, C>(code, words[i], |n| of_row * of_channels[n]);
                     row.numbers.store_vec(e as usize, vector);
                 }
             }
@@ -247,12 +246,12 @@ struct Row<T> {
 impl<T: Element> Row<T> {
     /// A vector of numbers from element `e` on.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn append<C: MmaCode>(&self, e: usize, vector: [u32; 4], scales: &HeadDivisors) {
-        let words = store_vector::<T, C>(e, vector, scales, self.codes);
+    fn append<C: MmaCode>(&self, code: C, e: usize, vector: [u32; 4], scales: &HeadDivisors) {
+        let words = store_vector::<T, C>(code, e, vector, scales, self.codes);
         // Opaque, or all scales would be on their way before the quantized values are written, in
         // registers that the fourth block of an SM needs.
         let e = opaque(e as u32) as usize;
         let scale = |i: usize| scales.scale((e + i) as u32);
-        self.numbers.store_vec(e, numbers::<T, C>(words, scale));
+        self.numbers.store_vec(e, numbers::<T, C>(code, words, scale));
     }
 }

@@ -16,6 +16,7 @@
 use super::paged::{Blocks, sequence_of};
 use super::quantize::{load_vector, numbers};
 use super::walk::Walk;
+use crate::concept::pages::Sequence;
 use crate::concept::scales::{ScalesPer, are_of_rows};
 use crate::num::{Element, MmaCode};
 use crate::params::PagedParams;
@@ -41,7 +42,7 @@ pub fn paged_dequantize_size(p: &PagedParams, per_vec: u32) -> [u32; 4] {
 
 /// Writes numbers, and the table of their blocks.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
-pub fn paged_dequantize<T: Element, C: MmaCode>(
+pub fn paged_dequantize<T: Element>(
     k_scale: Global<f32>,
     v_scale: Global<f32>,
     starts: Global<i32>,
@@ -55,9 +56,24 @@ pub fn paged_dequantize<T: Element, C: MmaCode>(
     p: PagedParams,
 ) {
     let blocks = Blocks { table: block_table, slot_mapping: Global::null() };
+    let sequence = |b| sequence_of(&p, starts, past_seqlens, b).of_at_least(p.least);
+    let given = ([k_scale, v_scale], [k_cache, v_cache]);
+    with_code!(p.format, |code| dequantize(code, blocks, sequence, given, ([k, v], table), &p));
+}
+
+/// The same for a format.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+fn dequantize<T: Element, C: MmaCode>(
+    code: C,
+    blocks: Blocks,
+    sequence: impl Fn(u32) -> Sequence,
+    ([k_scale, v_scale], [k_cache, v_cache]): ([Global<f32>; 2], [Global<u16>; 2]),
+    ([k, v], table): ([Global<T>; 2], Global<i32>),
+    p: &PagedParams,
+) {
     let per_sequence = blocks_of_sequence(p.capacity);
-    for [b, four, head, vector] in Walk::over(paged_dequantize_size(&p, T::PER_VEC)) {
-        let sequence = sequence_of(&p, starts, past_seqlens, b).of_at_least(p.least);
+    for [b, four, head, vector] in Walk::over(paged_dequantize_size(p, T::PER_VEC)) {
+        let sequence = sequence(b);
         let (first, total) = (four * ROWS as u32, sequence.seqlen().total);
         if sequence.new == 0 || first >= total {
             continue;
@@ -76,7 +92,7 @@ pub fn paged_dequantize<T: Element, C: MmaCode>(
         let places: [Option<u32>; ROWS] = core::array::from_fn(|i| {
             let row = first + i as u32;
             let seen = row < total && !sequence.is_hidden(row, p.window);
-            if seen { blocks.row(&p, b, row) } else { None }
+            if seen { blocks.row(p, b, row) } else { None }
         });
         let codes = places.map(|place| {
             let codes = |place| cache.offset(start(place) * C::BITS as usize / 16);
@@ -93,7 +109,7 @@ pub fn paged_dequantize<T: Element, C: MmaCode>(
         for i in 0..ROWS {
             let row = first + i as u32;
             if row < total {
-                let vector = numbers::<T, C>(codes[i], |n| of_rows[i] * of_channels[n]);
+                let vector = numbers::<T, C>(code, codes[i], |n| of_rows[i] * of_channels[n]);
                 to.store_vec(start(b * per_sequence * BLOCK + row) + e as usize, vector);
             }
         }

@@ -347,9 +347,9 @@ impl<T: Element> Cache<T> {
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn decode(&self, format: u32, at: usize) -> f32 {
         if format == Format::Int4 as u32 {
-            return Int4::decode(u32::from(self.codes.load(at / 2)) >> (4 * (at % 2)));
+            return Int4.decode(u32::from(self.codes.load(at / 2)) >> (4 * (at % 2)));
         }
         let code = u32::from(self.codes.load(at));
-        if format == Format::Int8 as u32 { Int8::decode(code) } else { Float8::decode(code) }
+        if format == Format::Int8 as u32 { Int8.decode(code) } else { Float8.decode(code) }
     }
 }

@@ -150,7 +150,7 @@ pub fn paged_append<T: Element>(
 
 /// As [`paged_append`], to quantized values.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
-pub fn paged_append_quantized<T: Element, C: Code>(
+pub fn paged_append_quantized<T: Element>(
     q: Global<T>,
     k: Global<T>,
     v: Global<T>,
@@ -170,22 +170,9 @@ pub fn paged_append_quantized<T: Element, C: Code>(
 ) {
     let rope = Rope { cos, sin, position_ids, params: p.rotary };
     let call = New { q, k, v, rope, starts, past_seqlens, q_out };
-    if are_of_rows(p.scales) {
-        let cache = Quantized { k_scale, v_scale, k_cache, v_cache };
-        return call.append_with_scales::<C>(
-            &p,
-            Blocks { table: block_table, slot_mapping },
-            cache,
-        );
-    }
-    let [k_scale, v_scale] = [k_scale, v_scale].map(|s| Divisors::new(s, ScalesPer::new(p.scales)));
-    call.append(&p, Blocks { table: block_table, slot_mapping }, |row, is_key, e, vector| {
-        let (scales, cache) = if is_key { (k_scale, k_cache) } else { (v_scale, v_cache) };
-        let scales = scales.of_head(row.head, p.head_size);
-        let half_words = p.head_size as usize * C::BITS as usize / 16;
-        let to = cache.offset(row.number(&p) * half_words);
-        store_vector::<T, C>(e, vector, &scales, to);
-    });
+    let blocks = Blocks { table: block_table, slot_mapping };
+    let cache = Quantized { k_scale, v_scale, k_cache, v_cache };
+    with_code!(p.format, |code| call.append_quantized(code, &p, blocks, cache));
 }
 
 /// A KV head's row of the cache.
@@ -255,10 +242,39 @@ impl<T: Element> New<T> {
         }
     }
 
+    /// [`append`](Self::append) to quantized values.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn append_quantized<C: Code>(
+        &self,
+        code: C,
+        p: &PagedParams,
+        blocks: Blocks,
+        cache: Quantized,
+    ) {
+        if are_of_rows(p.scales) {
+            return self.append_with_scales(code, p, blocks, cache);
+        }
+        let [k_scale, v_scale] = [cache.k_scale, cache.v_scale]
+            .map(|scale| Divisors::new(scale, ScalesPer::new(p.scales)));
+        self.append(p, blocks, |row, is_key, e, vector| {
+            let scales = if is_key { k_scale } else { v_scale };
+            let scales = scales.of_head(row.head, p.head_size);
+            let half_words = p.head_size as usize * C::BITS as usize / 16;
+            let to = cache.of(is_key).1.offset(row.number(p) * half_words);
+            store_vector::<T, C>(code, e, vector, &scales, to);
+        });
+    }
+
     /// [`append`](Self::append) to quantized values whose rows have scales of their own: lanes that
     /// share a row tell each other its largest number.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn append_with_scales<C: Code>(&self, p: &PagedParams, blocks: Blocks, cache: Quantized) {
+    fn append_with_scales<C: Code>(
+        &self,
+        code: C,
+        p: &PagedParams,
+        blocks: Blocks,
+        cache: Quantized,
+    ) {
         if p.moves_queries != 0 {
             let alone = PagedParams { kv_heads: 0, ..*p };
             self.append(&alone, blocks, |_, _, _, _| {});
@@ -267,7 +283,7 @@ impl<T: Element> New<T> {
         let size = shared_rows_size(p, T::PER_VEC);
         each_row(size, &self.rope, row, |new, (to, is_key), largest| {
             let (scales, codes) = cache.of(is_key);
-            let scale = C::row_scale(largest);
+            let scale = code.row_scale(largest);
             if new.lane == 0 {
                 scales.store(to.number(p), scale);
             }
@@ -276,7 +292,8 @@ impl<T: Element> New<T> {
             let scale = Divisor::new(scale);
             for e in new.elements() {
                 let vector = new.vector(&self.rope, e);
-                store_quotients::<T, C>(e as usize, vector, |_, x| scale.divide(x), codes);
+                let quotient = |_, x| scale.divide(x);
+                store_quotients::<T, C>(code, e as usize, vector, quotient, codes);
             }
         });
     }
@@ -307,7 +324,7 @@ impl<T: Element> New<T> {
     }
 }
 
-/// A cache of quantized values whose rows have scales of their own.
+/// A cache of quantized values.
 #[derive(Clone, Copy)]
 struct Quantized {
     k_scale: Global<f32>,

@@ -33,7 +33,7 @@ pub fn quantize_kv_size(p: &PrologueParams, per_vec: u32) -> [u32; 4] {
 
 /// Makes quantized values of new rows and all dequantized values.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
-pub fn quantize_kv<T: Element, C: MmaCode>(
+pub fn quantize_kv<T: Element>(
     past_k: Global<u16>,
     past_v: Global<u16>,
     k_scale: Global<f32>,
@@ -45,8 +45,24 @@ pub fn quantize_kv<T: Element, C: MmaCode>(
     v: Global<T>,
     p: PrologueParams,
 ) {
-    let [k_scale, v_scale] = [k_scale, v_scale].map(|s| Divisors::new(s, ScalesPer::new(p.scales)));
-    for [b, head, row, vector] in Walk::over(quantize_kv_size(&p, T::PER_VEC)) {
+    let given = [past_k, past_v];
+    let scales = [k_scale, v_scale];
+    let written = ([present_k, present_v], [k, v]);
+    with_code!(p.format, |code| quantize(code, given, scales, seqlens_k, written, &p));
+}
+
+/// The same for a format.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+fn quantize<T: Element, C: MmaCode>(
+    code: C,
+    [past_k, past_v]: [Global<u16>; 2],
+    scales: [Global<f32>; 2],
+    seqlens_k: Global<i32>,
+    ([present_k, present_v], [k, v]): ([Global<u16>; 2], [Global<T>; 2]),
+    p: &PrologueParams,
+) {
+    let [k_scale, v_scale] = scales.map(|s| Divisors::new(s, ScalesPer::new(p.scales)));
+    for [b, head, row, vector] in Walk::over(quantize_kv_size(p, T::PER_VEC)) {
         let is_key = head < p.kv_heads;
         let head = if is_key { head } else { head - p.kv_heads };
         let (past, present, scales, scratch) =
@@ -56,20 +72,20 @@ pub fn quantize_kv<T: Element, C: MmaCode>(
         let (to, scratch) = (codes_of(present, number), scratch.offset(number));
         let scales = scales.of_head(head, p.head_size);
         let e = (vector * T::PER_VEC) as usize;
-        let words = match Source::of(row, seqlen(&p, seqlens_k, b), &p) {
+        let words = match Source::of(row, seqlen(p, seqlens_k, b), p) {
             Source::Past => {
                 let words = load_vector::<T, C>(e, codes_of(past, p.past.at(b, head, row)));
                 store_words::<T, C>(e, words, to);
                 words
             }
-            Source::New(_) => store_vector::<T, C>(e, scratch.load_vec(e), &scales, to),
+            Source::New(_) => store_vector::<T, C>(code, e, scratch.load_vec(e), &scales, to),
             Source::Nothing => {
                 store_words::<T, C>(e, [0; 2], to);
                 continue;
             }
         };
         let scale = |i: usize| scales.scale((e + i) as u32);
-        scratch.store_vec(e, numbers::<T, C>(words, scale));
+        scratch.store_vec(e, numbers::<T, C>(code, words, scale));
     }
 }
 
@@ -127,19 +143,21 @@ impl HeadDivisors {
 /// that starts at `to`, in half words. Returns them.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) fn store_vector<T: Element, C: Code>(
+    code: C,
     element: usize,
     vector: [u32; 4],
     scales: &HeadDivisors,
     to: Global<u16>,
 ) -> [u32; 2] {
     let quotient = |i: usize, x: f32| scales.of((element + i) as u32).divide(x);
-    store_quotients::<T, C>(element, vector, quotient, to)
+    store_quotients::<T, C>(code, element, vector, quotient, to)
 }
 
 /// The same of numbers that `quotient` divides by their scales; it is told which of the vector's
 /// each is.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) fn store_quotients<T: Element, C: Code>(
+    code: C,
     element: usize,
     vector: [u32; 4],
     quotient: impl Fn(usize, f32) -> f32,
@@ -150,7 +168,7 @@ pub(super) fn store_quotients<T: Element, C: Code>(
     for i in (0..per_vec).step_by(2) {
         let bit = i * C::BITS as usize;
         let quotients = [quotient(i, values[i]), quotient(i + 1, values[i + 1])];
-        words[bit / 32] |= C::encode_two(quotients) << (bit % 32);
+        words[bit / 32] |= code.encode_two(quotients) << (bit % 32);
     }
     store_words::<T, C>(element, words, to);
     words
@@ -181,10 +199,11 @@ pub(super) fn load_vector<T: Element, C: Code>(element: usize, from: Global<u16>
 /// The numbers that they stand for, `scale` of each in the vector.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) fn numbers<T: Element, C: MmaCode>(
+    code: C,
     words: [u32; 2],
     scale: impl Fn(usize) -> f32,
 ) -> [u32; 4] {
-    let [a, b] = words.map(C::in_order);
+    let [a, b] = words.map(|word| code.in_order(word));
     let halves = if C::BITS == 4 { a } else { [a[0], a[1], b[0], b[1]] };
     let mut values = unpack::<f16>(halves);
     for i in 0..T::PER_VEC as usize {

@@ -35,7 +35,7 @@ pub fn quantize_output<T: Element>(
             let values = unpack::<T>(rows.load_vec(from + vector * per_vec));
             for i in 0..per_vec {
                 let at = vector * per_vec + i;
-                words[at / 4] |= Float8::encode(values[i] / scale) << (at % 4 * 8);
+                words[at / 4] |= Float8.encode(values[i] / scale) << (at % 4 * 8);
             }
         }
         out.store_vec8(to, words);

@@ -250,8 +250,9 @@ pub enum Output {
 }
 
 /// One kernel entry point. Its name says the same as its fields, for people: `gqa_`, the family or
-/// the kernel within it, `_padded` for heads of fewer elements too, `_rows` for scales of rows, the
-/// format of a quantized cache (`_i8`, `_i4`, `_f8`), `_out32` for output in float32, `_out8` in
+/// the kernel within it, `_padded` for heads of fewer elements too, `_rows` for scales of rows, what
+/// a quantized cache holds (`_q8` for int8 or float8, `_i4`, `_f8`) where the kernel does not take
+/// every format, `_out32` for output in float32, `_out8` in
 /// float8e4m3fn, the element type, and where one head size or more has several shapes `_d` head
 /// size, `_r` query rows, `_mma` where others of as many take `wgmma`, `_k` keys of a tile, `_w`
 /// warps, `_lse` for exact sums.
@@ -268,10 +269,9 @@ pub struct Entry {
     pub dtype: DType,
     /// Element type of the output that it writes.
     pub output: Output,
-    /// What a quantized cache holds.
-    pub codes: Option<Format>,
-    /// Whether its rows have scales of their own, where a decode kernel reads it.
-    pub by_row: bool,
+    /// What a quantized cache may hold; none where the kernel does not read or write one, or takes
+    /// any. Which of several it holds, is a parameter.
+    pub formats: &'static [Format],
     /// Its sums are as exact as a log-sum-exp needs, where the family has kernels for that apart.
     pub exact_sums: bool,
     /// Largest head size; 0: any.
@@ -327,6 +327,11 @@ impl Entry {
     /// Whether it is compiled for something that GPUs of that compute capability, times ten, run.
     pub fn runs_on(&self, sm: u32) -> bool {
         self.targets().any(|target| target.runs_on(sm))
+    }
+
+    /// Whether the kernel takes a cache of that format; `None` of elements.
+    pub fn holds(&self, format: Option<Format>) -> bool {
+        format.map_or(self.formats.is_empty(), |format| self.formats.contains(&format))
     }
 
     /// Whether the kernel has a tensor map or pointer argument of that name.

@@ -119,14 +119,14 @@ macro_rules! hopper_quantized_kernels {
         hopper_quantized_kernels!(@rows $table, $family, $feature, $run, $bytes, $args, { $(
             $f16: f16 => $shape, false;
             $bf16: bf16 => $shape, false;
-            $float8: bf16 => $shape, true, codes: Format::Float8;
+            $float8: bf16 => $shape, true, formats: &[Format::Float8];
         )* });
     };
-    (@rows $table:ident, $family:ident, $feature:literal, $run:ident, $bytes:ident, $args:tt, { $($name:ident: $t:ident => $shape:ty, $float8_keys:literal $(, codes: $codes:expr)?;)* }) => {
+    (@rows $table:ident, $family:ident, $feature:literal, $run:ident, $bytes:ident, $args:tt, { $($name:ident: $t:ident => $shape:ty, $float8_keys:literal $(, formats: $formats:expr)?;)* }) => {
         kernels!($table, $family: Attention, $feature, $args, { $(
             $name => <$shape>::$run::<_, $float8_keys>, T = $t, {
                 head_size: <$shape>::HEAD_SIZE, rows: <$shape>::ROWS, keys: <$shape>::KEYS, threads: <$shape>::THREADS,
-                min_blocks: 1, shared: <$shape>::$bytes, hot: true, min_sm: <$shape>::MIN_SM, communicates: true $(, codes: $codes)? };
+                min_blocks: 1, shared: <$shape>::$bytes, hot: true, min_sm: <$shape>::MIN_SM, communicates: true $(, formats: $formats)? };
         )* });
     };
 }
@@ -163,7 +163,7 @@ macro_rules! hopper_float8_kernels {
             ([q 0, k 1, v 2] row_factors: f32, v_scale: f32, seqlens_k: i32, head_sink: T, out: T, counter: u32; p: Float8Params), { $(
             $name => <$shape>::run_float8, T = $t, {
                 head_size: <$shape>::HEAD_SIZE, rows: <$shape>::ROWS, keys: <$shape>::KEYS, threads: <$shape>::THREADS,
-                min_blocks: 1, shared: <$shape>::SHARED_BYTES, hot: true, min_sm: <$shape>::MIN_SM, communicates: true, codes: Format::Float8 };
+                min_blocks: 1, shared: <$shape>::SHARED_BYTES, hot: true, min_sm: <$shape>::MIN_SM, communicates: true, formats: &[Format::Float8] };
         )* });
     };
 }

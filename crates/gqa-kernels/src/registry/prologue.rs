@@ -1,6 +1,6 @@
 //! What comes before attention, and what comes after it.
 
-use crate::num::{Code, Float8, Int4, Int8, bf16, e4m3, f16};
+use crate::num::{Format, bf16, e4m3, f16};
 use crate::params::{
     PagedGapsParams, PagedParams, PrologueParams, QuantizeOutputParams, RollingBiasParams,
     RollingParams, ScatterParams, TreeMaskParams,
@@ -53,20 +53,20 @@ pub(super) static TABLES: &[&[super::Entry]] = &[
     SLIDE_BIAS,
 ];
 
-/// Rows of a kernel over a quantized KV cache: `NAME => TYPE, FORMAT`. Behind the kernel's name may
-/// be more that it is generic over.
+/// Rows of a kernel over a quantized KV cache of any format: `NAME => TYPE`. Behind the kernel's
+/// name may be more that it is generic over.
 macro_rules! quantized_kernels {
     ($table:ident, $role:ident, $body:ident, min_blocks: $min_blocks:literal, $args:tt, $rows:tt) => {
         quantized_kernels!($table, $role, $body [], min_blocks: $min_blocks, $args, $rows);
     };
-    ($table:ident, $role:ident, $body:ident $more:tt, min_blocks: $min_blocks:literal, $args:tt, { $($name:ident => $t:ident, $format:ident;)* }) => {
+    ($table:ident, $role:ident, $body:ident $more:tt, min_blocks: $min_blocks:literal, $args:tt, { $($name:ident => $t:ident;)* }) => {
         kernels!($table, Prologue: $role, "family-prologue", $args, { $(
-            $name => quantized_kernels!(@body $body, $t, $format, $more), T = $t, {
+            $name => quantized_kernels!(@body $body, $t, $more), T = $t, {
                 head_size: 0, rows: 0, keys: 0, threads: prologue::THREADS, min_blocks: $min_blocks, shared: 0, hot: true, min_sm: 70,
-                codes: $format::FORMAT };
+                formats: &[Format::Int8, Format::Int4, Format::Float8] };
         )* });
     };
-    (@body $body:ident, $t:ident, $format:ident, [$($more:tt)*]) => { $body::<$t, $format, $($more)*> };
+    (@body $body:ident, $t:ident, [$($more:tt)*]) => { $body::<$t, $($more)*> };
 }
 
 kernels!(CONCAT_KV_IN_PLACE, Prologue: AppendInPlace, "family-prologue",
@@ -80,41 +80,25 @@ kernels!(CONCAT_KV_IN_PLACE, Prologue: AppendInPlace, "family-prologue",
 quantized_kernels!(APPEND_DEQUANTIZED, AppendDequantized, append_dequantized [false], min_blocks: 4,
     (k: T, v: T, cos: T, sin: T, position_ids: i64, k_scale: f32, v_scale: f32, seqlens_k: i32, present_k: u16, present_v: u16, k_numbers: T, v_numbers: T;
      p: PrologueParams), {
-    gqa_append_dequantized_i8_f32 => f32, Int8;
-    gqa_append_dequantized_i8_f16 => f16, Int8;
-    gqa_append_dequantized_i8_bf16 => bf16, Int8;
-    gqa_append_dequantized_i4_f32 => f32, Int4;
-    gqa_append_dequantized_i4_f16 => f16, Int4;
-    gqa_append_dequantized_i4_bf16 => bf16, Int4;
-    gqa_append_dequantized_f8_f32 => f32, Float8;
-    gqa_append_dequantized_f8_f16 => f16, Float8;
-    gqa_append_dequantized_f8_bf16 => bf16, Float8;
+    gqa_append_dequantized_f32 => f32;
+    gqa_append_dequantized_f16 => f16;
+    gqa_append_dequantized_bf16 => bf16;
 });
 
 // Of rows that have scales of their own, which leave registers for three blocks.
 quantized_kernels!(APPEND_DEQUANTIZED_ROWS, AppendDequantizedRows, append_dequantized [true], min_blocks: 3,
     (k: T, v: T, cos: T, sin: T, position_ids: i64, k_scale: f32, v_scale: f32, seqlens_k: i32, present_k: u16, present_v: u16, k_numbers: T, v_numbers: T;
      p: PrologueParams), {
-    gqa_append_dequantized_rows_i8_f32 => f32, Int8;
-    gqa_append_dequantized_rows_i8_f16 => f16, Int8;
-    gqa_append_dequantized_rows_i8_bf16 => bf16, Int8;
-    gqa_append_dequantized_rows_i4_f32 => f32, Int4;
-    gqa_append_dequantized_rows_i4_f16 => f16, Int4;
-    gqa_append_dequantized_rows_i4_bf16 => bf16, Int4;
-    gqa_append_dequantized_rows_f8_f32 => f32, Float8;
-    gqa_append_dequantized_rows_f8_f16 => f16, Float8;
-    gqa_append_dequantized_rows_f8_bf16 => bf16, Float8;
+    gqa_append_dequantized_rows_f32 => f32;
+    gqa_append_dequantized_rows_f16 => f16;
+    gqa_append_dequantized_rows_bf16 => bf16;
 });
 
 // For attention on tensor cores of Hopper, which takes types of 16 bits.
 quantized_kernels!(APPEND_QUANTIZED, AppendQuantized, append_quantized, min_blocks: 4,
     (k: T, v: T, cos: T, sin: T, position_ids: i64, k_scale: f32, v_scale: f32, seqlens_k: i32, present_k: u16, present_v: u16; p: PrologueParams), {
-    gqa_append_quantized_i8_f16 => f16, Int8;
-    gqa_append_quantized_i8_bf16 => bf16, Int8;
-    gqa_append_quantized_i4_f16 => f16, Int4;
-    gqa_append_quantized_i4_bf16 => bf16, Int4;
-    gqa_append_quantized_f8_f16 => f16, Float8;
-    gqa_append_quantized_f8_bf16 => bf16, Float8;
+    gqa_append_quantized_f16 => f16;
+    gqa_append_quantized_bf16 => bf16;
 });
 
 kernels!(CONCAT_NEW_TO_PAST_KV, Prologue: ConcatNewToPast, "family-prologue",
@@ -157,15 +141,9 @@ kernels!(QK_NORM, Prologue: QkNorm, "family-prologue",
 
 quantized_kernels!(QUANTISE_KV, QuantizeKv, quantize_kv, min_blocks: 4,
     (past_k: u16, past_v: u16, k_scale: f32, v_scale: f32, seqlens_k: i32, present_k: u16, present_v: u16, k: T, v: T; p: PrologueParams), {
-    gqa_quantize_kv_i8_f32 => f32, Int8;
-    gqa_quantize_kv_i8_f16 => f16, Int8;
-    gqa_quantize_kv_i8_bf16 => bf16, Int8;
-    gqa_quantize_kv_i4_f32 => f32, Int4;
-    gqa_quantize_kv_i4_f16 => f16, Int4;
-    gqa_quantize_kv_i4_bf16 => bf16, Int4;
-    gqa_quantize_kv_f8_f32 => f32, Float8;
-    gqa_quantize_kv_f8_f16 => f16, Float8;
-    gqa_quantize_kv_f8_bf16 => bf16, Float8;
+    gqa_quantize_kv_f32 => f32;
+    gqa_quantize_kv_f16 => f16;
+    gqa_quantize_kv_bf16 => bf16;
 });
 
 kernels!(QUANTIZE_OUTPUT, Prologue: QuantizeOutput, "family-prologue", (rows: T, out_scale: f32, out_f8: e4m3; p: QuantizeOutputParams),
@@ -208,26 +186,16 @@ kernels!(PAGED_APPEND, Prologue: PagedAppend, "family-prologue",
 quantized_kernels!(PAGED_APPEND_CODES, PagedAppendQuantized, paged_append_quantized, min_blocks: 3,
     (q: T, k: T, v: T, cos: T, sin: T, position_ids: i64, k_scale: f32, v_scale: f32, starts: i32, past_seqlens: i32, block_table: i32, slot_mapping: i32,
      q_out: T, k_cache: u16, v_cache: u16; p: PagedParams), {
-    gqa_paged_append_quantized_i8_f32 => f32, Int8;
-    gqa_paged_append_quantized_i8_f16 => f16, Int8;
-    gqa_paged_append_quantized_i8_bf16 => bf16, Int8;
-    gqa_paged_append_quantized_i4_f32 => f32, Int4;
-    gqa_paged_append_quantized_i4_f16 => f16, Int4;
-    gqa_paged_append_quantized_i4_bf16 => bf16, Int4;
-    gqa_paged_append_quantized_f8_f32 => f32, Float8;
-    gqa_paged_append_quantized_f8_f16 => f16, Float8;
-    gqa_paged_append_quantized_f8_bf16 => bf16, Float8;
+    gqa_paged_append_quantized_f32 => f32;
+    gqa_paged_append_quantized_f16 => f16;
+    gqa_paged_append_quantized_bf16 => bf16;
 });
 
 // For attention on tensor cores of Hopper, which takes types of 16 bits.
 quantized_kernels!(PAGED_DEQUANTISE, PagedDequantize, paged_dequantize, min_blocks: 4,
     (k_scale: f32, v_scale: f32, starts: i32, past_seqlens: i32, block_table: i32, k_cache: u16, v_cache: u16, k: T, v: T, table: i32; p: PagedParams), {
-    gqa_paged_dequantize_i8_f16 => f16, Int8;
-    gqa_paged_dequantize_i8_bf16 => bf16, Int8;
-    gqa_paged_dequantize_i4_f16 => f16, Int4;
-    gqa_paged_dequantize_i4_bf16 => bf16, Int4;
-    gqa_paged_dequantize_f8_f16 => f16, Float8;
-    gqa_paged_dequantize_f8_bf16 => bf16, Float8;
+    gqa_paged_dequantize_f16 => f16;
+    gqa_paged_dequantize_bf16 => bf16;
 });
 
 // Rows move as bytes, whatever they hold.

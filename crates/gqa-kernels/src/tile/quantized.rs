@@ -23,11 +23,12 @@ use crate::simt::{ldmatrix_x4, ldmatrix_x4_trans};
 /// subtract.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn zero_scores<C: MmaCode, const M: usize, const D8: usize>(
+    code: C,
     queries: impl Fn(usize) -> [[[u32; 2]; M]; 2],
 ) -> [[f32; 2]; M] {
     let mut scores = [[0.0; 4]; M];
     if C::OFFSET != 0.0 {
-        let zeros = C::halves(C::ZEROS);
+        let zeros = code.halves(C::ZEROS);
         for depth in 0..D8 / 2 {
             let [low, high] = queries(depth);
             let step = 2 * depth % C::PER_HALF_WORD;
@@ -44,6 +45,7 @@ pub fn zero_scores<C: MmaCode, const M: usize, const D8: usize>(
 /// what [`load_depth`](super::columns::load_depth) returns of queries in [`Order`].
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn scores<C: MmaCode, const M: usize, const U: usize, const N8: usize>(
+    code: C,
     queries: impl Fn(usize) -> [[[u32; 2]; M]; 2],
     zero_scores: &[[f32; 2]; M],
     keys: Swizzled<u8, U>,
@@ -61,7 +63,7 @@ pub fn scores<C: MmaCode, const M: usize, const U: usize, const N8: usize>(
         for block in 0..N8 / 2 {
             let words = ldmatrix_x4(read.address(keys, block, pair));
             for i in 0..4 {
-                let b = C::halves(words[i]);
+                let b = code.halves(words[i]);
                 for step in 0..C::PER_HALF_WORD / 2 {
                     let [low, high] = of_pair[i % 2 * (C::PER_HALF_WORD / 2) + step];
                     for m in 0..M {
@@ -87,6 +89,7 @@ pub fn accumulate<
     const U: usize,
     const N8: usize,
 >(
+    code: C,
     out: &mut Columns<M, D8>,
     weights: &Fragments<M, N8>,
     values: Swizzled<u8, U>,
@@ -101,7 +104,7 @@ pub fn accumulate<
             })
         });
         if C::OFFSET != 0.0 {
-            let [low, high, ..] = C::halves(C::ZEROS);
+            let [low, high, ..] = code.halves(C::ZEROS);
             for m in 0..M {
                 for half in 0..HALVES {
                     f16::mma(&mut zeros[m][half], [low, high, low, high], b[m][half]);
@@ -111,7 +114,7 @@ pub fn accumulate<
         for pair in 0..U / 2 {
             let words = ldmatrix_x4_trans(read.address(values, depth, pair));
             for unit in 0..2 {
-                let [low, high] = [words[unit], words[unit + 2]].map(C::halves);
+                let [low, high] = [words[unit], words[unit + 2]].map(|word| code.halves(word));
                 for step in 0..C::PER_HALF_WORD / 2 {
                     let a = [low[2 * step], low[2 * step + 1], high[2 * step], high[2 * step + 1]];
                     let block = (2 * pair + unit) * C::PER_HALF_WORD + 2 * step;

@@ -29,7 +29,7 @@ proptest! {
         (block_size, blocks, per_sequence) in (1..=5u32, 1..=4u32, 1..=3u32),
         integers in [integers(4), integers(3), integers(9), integers(6)],
         [has_slots, moves, by_token, counts_new, by_row] in any::<[bool; 5]>(),
-        (window, seed) in (0..=5u32, any::<u64>()),
+        (window, format, seed) in (0..=5u32, 0..=2u32, any::<u64>()),
     ) {
         let (q_heads, kv_heads, head_size) = (2, 1, 16);
         let strides = |heads: u32| {
@@ -40,7 +40,7 @@ proptest! {
             rotary: RotaryParams { dim: 16, max_positions: 3, ..RotaryParams::default() },
             batch, q_heads, kv_heads, head_size, row_vectors: head_size / 4, q_len, tokens,
             capacity: (per_sequence * block_size).min(7), blocks, block_size, per_sequence,
-            moves_queries: moves.into(), scales: if by_row { PER_TOKEN } else { 0 }, by_token: (by_token && !moves).into(), least: 2, window, counts_new: counts_new.into(), reserved: 0,
+            moves_queries: moves.into(), scales: if by_row { PER_TOKEN } else { 0 }, by_token: (by_token && !moves).into(), least: 2, window, counts_new: counts_new.into(), format,
         };
         let rows = |count: u32, heads: u32| vec![0.5f32; (count * heads * head_size) as usize];
         let [starts, past, table, slots] = integers;
@@ -64,7 +64,7 @@ proptest! {
         let count = if by_row { blocks * block_size * kv_heads } else { 1 };
         let [mut k_scale, mut v_scale] = [(); 2].map(|()| vec![0.5f32; count as usize]);
         let [mut k_gathered, mut v_gathered] = [(); 2].map(|()| vec![0.5f32; (batch * kv_heads * p.capacity) as usize]);
-        start(entry("paged_append_quantized_i8", DType::F32), 2, seed, &[
+        start(entry("paged_append_quantized", DType::F32), 2, seed, &[
             Arg::read(&q), Arg::read(&kv), Arg::read(&kv), Arg::read(&angles), Arg::read(&angles), Arg::null(), Arg::write(&mut k_scale),
             Arg::write(&mut v_scale), Arg::read(starts), Arg::read(past), Arg::read(table), slots(),
             if moves { Arg::write(&mut padded) } else { Arg::null() }, Arg::write(k_codes), Arg::write(v_codes), Arg::params(&p),
@@ -78,7 +78,7 @@ proptest! {
         let numbers = (batch * dequantize::blocks_of_sequence(p.capacity)) as usize;
         let values = vec![bf16::ZERO; numbers * (dequantize::BLOCK * kv_heads * head_size) as usize];
         let ([mut k, mut v], mut tables) = ([values.clone(), values], vec![-7i32; numbers]);
-        start(entry("paged_dequantize_i8", DType::BF16), 2, seed, &[
+        start(entry("paged_dequantize", DType::BF16), 2, seed, &[
             Arg::read(&k_scale), Arg::read(&v_scale), Arg::read(starts), Arg::read(past), Arg::read(table), Arg::read(&k_codes[..]),
             Arg::read(&v_codes[..]), Arg::write(&mut k), Arg::write(&mut v), Arg::write(&mut tables), Arg::params(&p),
         ])?;

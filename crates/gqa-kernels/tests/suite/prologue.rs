@@ -173,7 +173,7 @@ impl Case {
     ) -> PrologueParams {
         PrologueParams {
             scales: 0,
-            reserved: 0,
+            format: 0,
             q: t.q.strides,
             k: t.k.strides,
             v: t.v.strides,

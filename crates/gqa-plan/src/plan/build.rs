@@ -2,7 +2,7 @@
 
 use super::launch::{Arg, Launch};
 use crate::tensors::TensorId;
-use crate::{DType, Error, Problem, QuantFormat, Result, RowLayout};
+use crate::{DType, Error, Problem, Result, RowLayout};
 use bytemuck::Pod;
 use gqa_kernels::params::Strides;
 use gqa_kernels::registry::{Entry, Role, entries};
@@ -56,16 +56,10 @@ pub(super) fn launch(
     })
 }
 
-/// The kernel in that role for an element type, where it knows any, and for the format of a
-/// quantized cache, where it reads or writes such.
-pub(super) fn find(
-    role: Role,
-    dtype: Option<gqa_kernels::num::DType>,
-    codes: Option<QuantFormat>,
-) -> Result<&'static Entry> {
-    let is_it = |entry: &&Entry| {
-        entry.role == role && entry.codes == codes && dtype.is_none_or(|dtype| entry.dtype == dtype)
-    };
+/// The kernel in that role for an element type, where it knows any.
+pub(super) fn find(role: Role, dtype: Option<gqa_kernels::num::DType>) -> Result<&'static Entry> {
+    let is_it =
+        |entry: &&Entry| entry.role == role && dtype.is_none_or(|dtype| entry.dtype == dtype);
     entries().find(is_it).ok_or_else(|| {
         Error::NoKernel(format!("{} has no kernel for the call's type", role.name()))
     })

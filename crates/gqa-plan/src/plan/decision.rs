@@ -47,8 +47,6 @@ pub enum Rejection {
     },
     /// The kernel takes no scales for each row of a quantized KV cache.
     RowScales,
-    /// The kernel takes no other scales.
-    NoRowScales,
     /// The kernel appends to the cache that it reads.
     NotShared,
     /// A piece of a tile of keys lies in one block of the paged KV cache.
@@ -207,7 +205,6 @@ impl fmt::Display for Rejection {
             Self::NotQuantized => write!(f, "the KV cache is not quantized"),
             Self::Format { got } => write!(f, "does not take a KV cache of {got}"),
             Self::RowScales => write!(f, "does not take a scale for each row of the KV cache"),
-            Self::NoRowScales => write!(f, "takes a scale for each row of the KV cache alone"),
             Self::NotShared => write!(f, "past and present are not one cache"),
             Self::BlockSize { got, need } => {
                 write!(f, "blocks of {got} rows are no power of two of {need} or more")

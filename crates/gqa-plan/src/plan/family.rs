@@ -115,9 +115,9 @@ pub(super) struct FusedPrologue {
 impl FusedPrologue {
     /// Of a kernel that rotates and appends where the cache is shared and holds what it reads.
     pub(super) fn of_new_rows(problem: &Problem, entry: &Entry, fused: bool) -> Self {
-        let codes = problem.quantized.map(|how| how.format);
+        let format = problem.quantized.map(|how| how.format);
         let shared = problem.cache == CacheBinding::Shared;
-        Self { new_rows: fused && shared && entry.codes == codes, ..Self::default() }
+        Self { new_rows: fused && shared && entry.holds(format), ..Self::default() }
     }
 }
 

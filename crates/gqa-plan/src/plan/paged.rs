@@ -26,7 +26,7 @@ use super::device::DeviceInfo;
 use super::launch::{Arg, Launch};
 use super::mixed::Attentions;
 use super::options::PlanOptions;
-use super::params::{rotary_params, scale_tensors, scales};
+use super::params::{format, rotary_params, scale_tensors, scales};
 use super::positions::positions;
 use super::prologue::normalise;
 use super::rebind::Rebind;
@@ -133,7 +133,7 @@ impl<'a> Prologue<'a> {
             least: 0,
             window: u32_of("window", p.window.unwrap_or(0).min(p.capacity))?,
             counts_new: pages.counts_new.into(),
-            reserved: 0,
+            format: format(p),
             q_len: u32_of("query rows", p.q_len)?,
             tokens: u32_of("tokens", pages.tokens)?,
             capacity: u32_of("rows of a sequence", p.capacity)?,
@@ -216,14 +216,13 @@ impl<'a> Prologue<'a> {
             softcap: p.softcap_in_f32(),
         };
         let (grid, parts) = paged_gaps_grid(&params, device.multiprocessors);
-        let entry = find(Role::PagedGaps, element(p.dtype), None)?;
+        let entry = find(Role::PagedGaps, element(p.dtype))?;
         launch(entry, grid, &self.arguments(&arguments), &PagedGapsParams { parts, ..params })
     }
 
     /// The kernel for the call's element type and quantized cache.
     fn typed(&self, role: Role) -> Result<&'static Entry> {
-        let codes = self.problem.quantized.map(|how| how.format);
-        find(role, element(self.problem.dtype), codes)
+        find(role, element(self.problem.dtype))
     }
 
     fn launch(
@@ -361,7 +360,7 @@ impl<'a> Gathered<'a> {
         let bytes = width * p.key_cache_dtype().size();
         let row_vectors = u32_of("head size", bytes / Problem::VECTOR_BYTES)?;
         let params = PagedParams { row_vectors, ..self.prologue.params };
-        let entry = find(Role::PagedGather, None, None)?;
+        let entry = find(Role::PagedGather, None)?;
         self.prologue.launch(entry, &arguments, &params, device)
     }
 
@@ -373,7 +372,7 @@ impl<'a> Gathered<'a> {
             ("out", tensor(problem, TensorId::Output, 0)),
             ("lse", tensor(problem, TensorId::Lse, 0)),
         ];
-        let entry = find(Role::PagedScatter, None, None)?;
+        let entry = find(Role::PagedScatter, None)?;
         self.prologue.launch(entry, &arguments, params, device)
     }
 

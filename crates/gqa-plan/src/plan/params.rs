@@ -118,7 +118,13 @@ pub(super) fn scales(p: &Problem) -> u32 {
     }
 }
 
-/// The same for a kernel that takes a bias or a mask.
+/// What the call's cache holds, if it is quantized: a number of
+/// [`Format`](gqa_kernels::num::Format).
+pub(super) fn format(p: &Problem) -> u32 {
+    p.quantized.map_or(0, |how| how.format as u32)
+}
+
+/// The same as [`params`] for a kernel that takes a bias or a mask.
 pub(super) fn masked_params(p: &Problem, q: Strides, splits: u32) -> Result<MaskedParams> {
     let bound = |bound: Option<usize>| {
         bound.map_or(u32::MAX, |bound| u32::try_from(bound).unwrap_or(u32::MAX))

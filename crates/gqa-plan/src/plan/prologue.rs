@@ -4,14 +4,12 @@ use super::build::{element, find, launch, strides, tensor, u32_of};
 use super::device::DeviceInfo;
 use super::family::FusedPrologue;
 use super::launch::{Arg, Launch};
-use super::params::{position_stride, rotary_params, scale_tensors, scales};
+use super::params::{format, position_stride, rotary_params, scale_tensors, scales};
 use super::positions::{Positions, positions};
 use super::rows::{Operand, Rows};
 use super::scratch::Scratch;
 use crate::tensors::TensorId;
-use crate::{
-    Alignment, CacheBinding, CallKind, DType, Error, Phase, Problem, QuantFormat, Result, RowLayout,
-};
+use crate::{Alignment, CacheBinding, CallKind, DType, Error, Phase, Problem, Result, RowLayout};
 use bytemuck::Zeroable;
 use gqa_kernels::params::{PrologueParams, Strides};
 use gqa_kernels::registry::{Entry, Role};
@@ -26,10 +24,9 @@ enum Step {
     /// Append K and V to a shared cache, K rotated if `rotate`.
     Append { rotate: bool },
     /// Append K and V to a shared and quantized cache, K rotated if `rotate`.
-    AppendQuantized { format: QuantFormat, rotate: bool },
+    AppendQuantized { rotate: bool },
     /// The same, and dequantize all of it into scratch.
     AppendDequantized {
-        format: QuantFormat,
         rotate: bool,
         /// Rows have scales of their own.
         by_row: bool,
@@ -39,7 +36,7 @@ enum Step {
     /// Copy the past and append K and V, whatever the sizes of their rows.
     ConcatRows,
     /// Quantize new rows into the cache, and dequantize all of it into scratch.
-    Quantize(QuantFormat),
+    Quantize,
     /// Packed QKV to Q, K and V.
     Unpack,
     /// Positions to memory.
@@ -71,22 +68,18 @@ fn steps(p: &Problem, fused: bool, by_attention: FusedPrologue) -> Vec<Step> {
         _ => (false, false),
     };
     // Where attention reads them, there is nothing to dequantize.
-    let codes = p.quantized.map(|how| how.format).filter(|_| by_attention.reads_quantized);
+    let reads_codes = p.quantized.is_some() && by_attention.reads_quantized;
+    let dequantizes = p.quantized.is_some() && !reads_codes;
     // One pass in place; a past of its own is copied behind all others.
-    let dequantized = p.quantized.filter(|_| codes.is_none()).map(|how| how.format);
-    let (at_once, behind) = match p.cache {
-        CacheBinding::Shared => (dequantized, None),
-        _ => (None, dequantized),
-    };
-    let append = |rotate| match (codes, at_once) {
-        (Some(format), _) => Step::AppendQuantized { format, rotate },
-        (None, Some(format)) => {
-            let by_row = p.has_row_scales();
-            Step::AppendDequantized { format, rotate: rotate && new, by_row }
+    let at_once = dequantizes && p.cache == CacheBinding::Shared;
+    let append = |rotate| match (reads_codes, at_once) {
+        (true, _) => Step::AppendQuantized { rotate },
+        (false, true) => {
+            Step::AppendDequantized { rotate: rotate && new, by_row: p.has_row_scales() }
         }
-        (None, None) => Step::Append { rotate },
+        (false, false) => Step::Append { rotate },
     };
-    let appends = shared && new || at_once.is_some();
+    let appends = shared && new || at_once;
     let mut steps = Vec::new();
     let mut push = |wanted: bool, step| steps.extend(wanted.then_some(step));
     push(p.qk_norm.is_some(), Step::Normalise);
@@ -95,7 +88,7 @@ fn steps(p: &Problem, fused: bool, by_attention: FusedPrologue) -> Vec<Step> {
     }
     if fused {
         let rotate_query = rotate && !by_attention.query_rotation;
-        let all_in_one = shared && new && rotate_query && codes.is_none() && at_once.is_none();
+        let all_in_one = shared && new && rotate_query && !reads_codes && !at_once;
         push(all_in_one, Step::UnpackRotateAppend);
         push(concat, Step::Concat { rotate });
         push(rows, Step::ConcatRows);
@@ -110,7 +103,7 @@ fn steps(p: &Problem, fused: bool, by_attention: FusedPrologue) -> Vec<Step> {
         push(concat, Step::Concat { rotate: false });
         push(rows, Step::ConcatRows);
     }
-    steps.extend(behind.map(Step::Quantize));
+    steps.extend((dequantizes && !at_once).then_some(Step::Quantize));
     steps
 }
 
@@ -126,7 +119,7 @@ impl Step {
             Self::AppendDequantized { by_row: true, .. } => Role::AppendDequantizedRows,
             Self::Concat { .. } => Role::ConcatNewToPast,
             Self::ConcatRows => Role::ConcatRows,
-            Self::Quantize(_) => Role::QuantizeKv,
+            Self::Quantize => Role::QuantizeKv,
             Self::Unpack => Role::Unpack,
             Self::GeneratePositions => Role::GeneratePositions,
             Self::RotateQuery | Self::RotateKey | Self::RotateOutput { whole: true } => {
@@ -145,13 +138,7 @@ impl Step {
                 Error::NoKernel(format!("{name} has no kernel for {dtype}"))
             })?),
         };
-        let codes = match self {
-            Self::Quantize(format)
-            | Self::AppendQuantized { format, .. }
-            | Self::AppendDequantized { format, .. } => Some(format),
-            _ => None,
-        };
-        find(self.role(), typed, codes)
+        find(self.role(), typed)
     }
 }
 
@@ -228,7 +215,7 @@ impl<'a> Builder<'a> {
                 let to = strides(p.output_layout());
                 self.launch(step, &[("q_out", output)], |params| params.q_out = to)?;
             }
-            Step::Quantize(_) => self.quantize(step)?,
+            Step::Quantize => self.quantize(step)?,
             Step::Unpack => self.unpack(step)?,
             Step::GeneratePositions => self.generate_positions(step)?,
             Step::RotateQuery => {
@@ -441,7 +428,7 @@ impl<'a> Builder<'a> {
             // Kernels flush smaller ones to 0, and a row of zeros would become NaN.
             epsilon: p.qk_norm.map_or(0.0, |norm| norm.epsilon.max(f32::MIN_POSITIVE)),
             scales: scales(p),
-            reserved: 0,
+            format: format(p),
         })
     }
 }
@@ -452,7 +439,7 @@ impl Step {
             self,
             Self::UnpackRotateAppend
                 | Self::Append { rotate: true }
-                | Self::AppendQuantized { rotate: true, .. }
+                | Self::AppendQuantized { rotate: true }
                 | Self::AppendDequantized { rotate: true, .. }
                 | Self::Concat { rotate: true }
                 | Self::RotateQuery

@@ -62,7 +62,7 @@ fn quantize(p: &Problem, device: &DeviceInfo, from: Arg, rows: Strides) -> Resul
         ("out_scale", tensor(p, TensorId::OutputScale, 0)),
         ("out_f8", tensor(p, TensorId::Output, 0)),
     ];
-    let entry = find(Role::QuantizeOutput, element(p.dtype), None)?;
+    let entry = find(Role::QuantizeOutput, element(p.dtype))?;
     launch(entry, quantize_output_grid(&params, device.multiprocessors), &arguments, &params)
 }
 

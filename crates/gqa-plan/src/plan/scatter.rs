@@ -36,6 +36,6 @@ pub(super) fn compose(p: &Problem, mode: WriteMode, device: &DeviceInfo) -> Resu
     ];
     let tensors = if p.v_head_size == 0 { 1 } else { 2 };
     let grid = scatter_rows_grid(&params, tensors, device.multiprocessors);
-    let launch = launch(find(Role::ScatterRows, None, None)?, grid, &arguments, &params)?;
+    let launch = launch(find(Role::ScatterRows, None)?, grid, &arguments, &params)?;
     Ok(Composed { launches: vec![launch], ..Composed::default() })
 }

@@ -27,13 +27,13 @@ pub(super) fn among(
     order: impl Fn(&Entry) -> Order,
 ) -> Result<&'static Entry, Rejection> {
     let (p, forced) = (call.problem, call.forced);
-    let codes = p.quantized.map(|how| how.format);
+    let format = p.quantized.map(|how| how.format);
     let is_forced = |entry: &Entry| {
         forced.is_none_or(|forced| forced.name == entry.name || !forced.role.leads())
     };
     let fits = |entry: &&'static Entry| {
         entry.family == family.module()
-            && (entry.codes.is_none() || entry.codes == codes)
+            && (entry.formats.is_empty() || entry.holds(format))
             && entry.role.leads()
             && eligible(entry)
             && is_forced(entry)
@@ -44,7 +44,7 @@ pub(super) fn among(
     let size = p.head_size.max(p.v_head_size);
     let holds = |entry: &&Entry| entry.head_size == 0 || entry.head_size as usize >= size;
     let runs = |entry: &Entry| runs_on(entry, call.device);
-    let order = |entry: &&Entry| (runs(entry).is_err(), order(entry), entry.codes.is_none());
+    let order = |entry: &&Entry| (runs(entry).is_err(), order(entry), entry.formats.is_empty());
     let first = typed().filter(holds).min_by_key(order);
     let entry = first.ok_or(Rejection::HeadSize { got: p.head_size, max })?;
     runs(entry)?;

@@ -111,7 +111,7 @@ impl<'a> Window<'a> {
             launches.push(self.rolling_kv(self.past(), device)?);
         } else if !self.counts_from_zero() {
             let grid = rolling_lengths_grid(&self.params, device.multiprocessors);
-            let entry = find(Role::RollingLengths, None, None)?;
+            let entry = find(Role::RollingLengths, None)?;
             launches.push(self.launch(entry, grid, &[], &self.params)?);
         }
         if self.bias != Arg::Null {
@@ -143,7 +143,7 @@ impl<'a> Window<'a> {
             ("to_k", tensor(self.problem, TensorId::PresentKey, 0)),
             ("to_v", tensor(self.problem, TensorId::PresentValue, 0)),
         ];
-        self.launch(find(Role::RollingKv, None, None)?, grid, &arguments, &self.params)
+        self.launch(find(Role::RollingKv, None)?, grid, &arguments, &self.params)
     }
 
     fn rolling_bias(&self, device: &DeviceInfo) -> Result<Launch> {
@@ -160,7 +160,7 @@ impl<'a> Window<'a> {
         };
         let arguments = [("bias", tensor(p, TensorId::AttentionBias, 0)), ("bias_out", self.bias)];
         let grid = rolling_bias_grid(&params, device.multiprocessors);
-        self.launch(find(Role::RollingBias, element(p.dtype), None)?, grid, &arguments, &params)
+        self.launch(find(Role::RollingBias, element(p.dtype))?, grid, &arguments, &params)
     }
 
     fn launch(

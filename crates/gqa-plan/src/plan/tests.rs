@@ -338,12 +338,12 @@ fn a_token_step_is_one_launch_without_clusters_too() {
         (llama(1, 8191), "rtx4090", "decode_f16_d128_r8_w4"),
         (float32(llama(1, 8191)), "a100", "decode_f16_d128_r8"),
         (float32(llama(1, 8191)), "l4", "decode_f16_d128_r8_w4"),
-        (quantized(llama(1, 8191), CODES[0]), "a100", "decode_i8_f16_d128_r8"),
+        (quantized(llama(1, 8191), CODES[0]), "a100", "decode_q8_f16_d128_r8"),
         (quantized(llama(1, 8191), CODES[1]), "rtx3090", "decode_i4_f16_d128_r8"),
-        (quantized(llama(1, 8191), CODES[2]), "rtx5090", "decode_f8_f16_d128_r16_w4"),
+        (quantized(llama(1, 8191), CODES[2]), "rtx5090", "decode_q8_f16_d128_r16_w4"),
         (over_blocks(8, 1, 500), "a100", "decode_paged_f16_d128_r8"),
         (over_blocks(8, 4, 500), "rtx3090", "decode_paged_f16_d128_r16_w4"),
-        (quantized(over_blocks(8, 1, 500), CODES[0]), "l4", "decode_paged_i8_f16_d128_r16_w4"),
+        (quantized(over_blocks(8, 1, 500), CODES[0]), "l4", "decode_paged_q8_f16_d128_r16_w4"),
     ] {
         let plan = plan(&problem, &device(name), &off).unwrap();
         let kernels: Vec<_> = plan.launches.iter().map(kernel).collect();
@@ -459,8 +459,8 @@ fn many_short_sequences_take_two_blocks_to_a_multiprocessor() {
         let plan = plan(&quantized(step, CODES[0]), &device("h200"), &PlanOptions::default());
         plan.unwrap().launches[0].entry.name
     };
-    assert_eq!(codes(32, 512), "gqa_decode_i8_f16_d128_r16_w4");
-    assert_eq!(codes(128, 2048), "gqa_decode_i8_f16_d128_r8");
+    assert_eq!(codes(32, 512), "gqa_decode_q8_f16_d128_r16_w4");
+    assert_eq!(codes(128, 2048), "gqa_decode_q8_f16_d128_r8");
     // Who says how many blocks there are means whole ones.
     let alone = PlanOptions { cluster: Some(1), ..PlanOptions::default() };
     assert_eq!(entry(32, 512, &alone), "gqa_decode_f16_d128_r8");
@@ -891,7 +891,7 @@ fn quantized_output_is_written_or_rounded_behind_attention() {
     let masked = with(prompt.clone(), |p| p.bias = bias(true, true, 2048));
     assert_eq!(names(&masked, "h200")[1..], ["hopper_masked_f16_d128", behind]);
     let codes = float8(quantized(llama(1, 4096), QuantFormat::Int8));
-    assert_eq!(names(&codes, "h200"), ["decode_i8_f16_d128_r8", behind]);
+    assert_eq!(names(&codes, "h200"), ["decode_q8_f16_d128_r8", behind]);
     let sliding = names(&float8(sliding(1, 5000)), "h200");
     assert_eq!(sliding.last(), Some(&"decode_f16_d128_r8"));
     let with_lse = with(prompt, |p| p.lse = true);
@@ -1096,7 +1096,7 @@ fn a_step_pads_heads_that_have_no_kernel_of_their_own() {
         let tile = if size < 128 { "d128_r16_w4" } else { "d256_r8_w4" };
         let paged = of_size(over_blocks(8, 1, 500), size);
         let mut steps = vec![(paged.clone(), format!("decode_paged_padded_f16_{tile}"))];
-        for (format, name) in CODES.into_iter().zip(["i8", "i4", "f8"]) {
+        for (format, name) in CODES.into_iter().zip(["q8", "i4", "q8"]) {
             if name != "i4" || size % 32 == 0 {
                 let step = of_size(quantized(llama(1, 4096), format), size);
                 steps.push((step, format!("decode_padded_{name}_f16_{tile}")));
@@ -1140,7 +1140,7 @@ fn nine_long_sequences_of_8_bits_take_clusters_of_four() {
 #[test]
 fn a_step_reads_codes_where_it_can() {
     let off = PlanOptions::default();
-    for (format, kernel) in CODES.into_iter().zip(["i8", "i4", "f8"]) {
+    for (format, kernel) in CODES.into_iter().zip(["q8", "i4", "q8"]) {
         let step = quantized(llama(1, 4096), format);
         assert_eq!(kernels(&step, &off), [format!("decode_{kernel}_f16_d128_r8")]);
         let normed = with(step.clone(), |p| p.qk_norm = Some(QkNorm { epsilon: 1e-6 }));
@@ -1153,8 +1153,8 @@ fn a_step_reads_codes_where_it_can() {
         assert_eq!(rejection(p, "h200", &off, Family::DecodeQuantized), why);
     };
     let apart = step(|p| p.cache = CacheBinding::Separate);
-    by("quantize_kv_i8", &apart, "past and present are not one cache");
-    let staged = |p: &Problem, why: &str| by("append_dequantized_i8", p, why);
+    by("quantize_kv", &apart, "past and present are not one cache");
+    let staged = |p: &Problem, why: &str| by("append_dequantized", p, why);
     staged(&step(|p| p.head_size = 72), "has no tile for head size 72");
     staged(&step(|p| p.out_dtype = DType::F32), "does not write output in float32");
     staged(&step(|p| p.dtype = DType::F32), "does not take float32");
@@ -1174,30 +1174,21 @@ fn rows_with_scales_of_their_own_are_read_by_decode_alone() {
         let how = Quantization { format, scales: Scales::PerToken };
         with(problem, |p| p.quantized = Some(how))
     };
-    for (format, kernel) in CODES.into_iter().zip(["i8", "i4", "f8"]) {
+    for (format, kernel) in CODES.into_iter().zip(["q8", "i4", "q8"]) {
         let step = of_rows(llama(1, 4096), format);
-        assert_eq!(kernels(&step, &off), [format!("decode_rows_{kernel}_f16_d128_r16_w4")]);
+        assert_eq!(kernels(&step, &off), [format!("decode_{kernel}_f16_d128_r8")]);
         let paged = of_rows(over_blocks(8, 1, 500), format);
-        assert_eq!(kernels(&paged, &off), [format!("decode_paged_rows_{kernel}_f16_d128_r16_w4")]);
+        assert_eq!(kernels(&paged, &off), [format!("decode_paged_{kernel}_f16_d128_r8")]);
     }
     let of_size = |size| {
         with(of_rows(llama(3, 4096), CODES[0]), |p| (p.head_size, p.v_head_size) = (size, size))
     };
-    assert_eq!(kernels(&of_size(80), &off), ["decode_rows_i8_f16_d128_r16_w4"]);
-    let large = of_size(192);
-    assert_eq!(kernels(&large, &off)[0], "append_dequantized_rows_i8");
-    let takes_none = "does not take a scale for each row of the KV cache";
-    assert_eq!(rejection(&large, "h200", &off, Family::DecodeQuantized), takes_none);
-    let forced = |name| PlanOptions { force: Some(name), ..PlanOptions::default() };
-    let why = |p: &Problem, name| plan(p, &device("h200"), &forced(name)).unwrap_err().to_string();
-    let of_all = "gqa_decode_i8_f16_d128_r8";
-    assert!(why(&of_rows(llama(1, 4096), CODES[0]), of_all).contains(takes_none));
-    let of_each = "gqa_decode_rows_i8_f16_d128_r16_w4";
-    let got = why(&quantized(llama(1, 4096), CODES[0]), of_each);
-    assert!(got.contains("takes a scale for each row of the KV cache alone"), "{got}");
+    assert_eq!(kernels(&of_size(80), &off), ["decode_padded_q8_f16_d128_r16_w4"]);
+    assert_eq!(kernels(&of_size(192), &off), ["decode_padded_q8_f16_d256_r8_w4"]);
+    assert_eq!(kernels(&of_size(256), &off), ["decode_q8_f16_d256_r16"]);
     let prompt = of_rows(llama(512, 7680), CODES[2]);
     let prompt = with(prompt, |p| p.float8_products = true);
-    assert!(kernels(&prompt, &off).contains(&"append_dequantized_rows_f8"));
+    assert!(kernels(&prompt, &off).contains(&"append_dequantized_rows"));
     for family in [Family::HopperQuantized, Family::HopperFloat8] {
         let why = rejection(&prompt, "h200", &off, family);
         assert_eq!(why, "does not take a scale for each row of the KV cache");
@@ -1221,8 +1212,8 @@ fn products_of_float8_where_they_are_allowed() {
         let kernels = kernels(p, options);
         assert_eq!(kernels[kernels.len() - 3..], [kernel, attends[0], attends[1]]);
     };
-    before(&separate, &off, "quantize_kv_f8");
-    before(&prompt, &apart, "append_dequantized_f8");
+    before(&separate, &off, "quantize_kv");
+    before(&prompt, &apart, "append_dequantized");
     let refused = |change: fn(&mut ProblemFields), why: &str| {
         let problem = with(prompt.clone(), change);
         assert_eq!(rejection(&problem, "h200", &off, Family::HopperFloat8), why);
@@ -1274,6 +1265,24 @@ fn products_of_float8_where_they_pay() {
     assert_eq!(kernels(&prompt(128, 512, 512), &forced)[0], "float8_operands");
 }
 
+/// One kernel takes several formats, of which its parameters name one.
+#[test]
+fn launches_are_told_what_a_cache_holds() {
+    for format in CODES {
+        let first = |p: Problem| {
+            let plan = plan(&quantized(p, format), &device("h200"), &PlanOptions::default());
+            plan.unwrap().launches[0].params.clone()
+        };
+        let step: DecodeParams = bytemuck::pod_read_unaligned(&first(llama(1, 4096)));
+        let steps: PagedDecodeParams = bytemuck::pod_read_unaligned(&first(over_blocks(8, 1, 500)));
+        let prompt: PrologueParams = bytemuck::pod_read_unaligned(&first(llama(1024, 0)));
+        let prompts = first(equal(over_blocks(8, 1024, 512)));
+        let prompts: PagedParams = bytemuck::pod_read_unaligned(&prompts);
+        let told = [step.format, steps.decode.format, prompt.format, prompts.format];
+        assert_eq!(told, [format as u32; 4], "{format}");
+    }
+}
+
 #[test]
 fn codes_become_numbers_behind_all_that_appends() {
     let off = PlanOptions::default();
@@ -1281,12 +1290,12 @@ fn codes_become_numbers_behind_all_that_appends() {
     let prompt = quantized(llama(1024, 0), CODES[1]);
     let rotated = with(prompt.clone(), |p| p.rotary = Some(ROTARY));
     let attention = "hopper_f16_d128";
-    assert_eq!(kernels_of(&prompt), ["append_dequantized_i4", attention]);
-    assert_eq!(kernels_of(&rotated), ["append_dequantized_i4", attention]);
+    assert_eq!(kernels_of(&prompt), ["append_dequantized", attention]);
+    assert_eq!(kernels_of(&rotated), ["append_dequantized", attention]);
     let separate = with(prompt, |p| p.cache = CacheBinding::Separate);
-    assert_eq!(kernels_of(&separate), ["concat_kv_in_place", "quantize_kv_i4", attention]);
+    assert_eq!(kernels_of(&separate), ["concat_kv_in_place", "quantize_kv", attention]);
     let complete = with(quantized(llama(1024, 1024), CODES[1]), |p| p.new_len = 0);
-    assert_eq!(kernels_of(&complete), ["append_dequantized_i4", attention]);
+    assert_eq!(kernels_of(&complete), ["append_dequantized", attention]);
     // All that is attended to is in scratch.
     let plan = plan(&rotated, &device("h200"), &off).unwrap();
     let reads_cache = |launch: &&Launch| {
@@ -1297,7 +1306,7 @@ fn codes_become_numbers_behind_all_that_appends() {
         launch.args.iter().any(is_present)
     };
     let readers: Vec<_> = plan.launches.iter().filter(reads_cache).map(kernel).collect();
-    assert_eq!(readers, ["append_dequantized_i4"]);
+    assert_eq!(readers, ["append_dequantized"]);
 }
 
 /// A call whose cache of 1024 rows rolls under a window of 1000.
@@ -1334,7 +1343,7 @@ fn rows_move_around_the_call() {
     assert_eq!(kernels_of(sliding(1, 1023)), [step]);
     assert_eq!(kernels_of(sliding(512, 512)), kernels_of(llama(512, 512)));
     let codes = quantized(sliding(1, 2000), CODES[0]);
-    assert_eq!(kernels_of(codes), ["rolling_kv", "decode_i8_f16_d128_r8"]);
+    assert_eq!(kernels_of(codes), ["rolling_kv", "decode_q8_f16_d128_r8"]);
 }
 
 #[test]
@@ -1397,7 +1406,7 @@ fn blocks_are_read_where_they_are() {
     let normed = |p: Problem| with(p, |p| p.qk_norm = Some(QkNorm { epsilon: 1e-6 }));
     assert_eq!(kernels_of(normed(over_blocks(8, 1, 500))), ["qk_norm", "decode_paged_f16_d128_r8"]);
     let codes = quantized(over_blocks(8, 1, 500), CODES[0]);
-    assert_eq!(kernels_of(codes), ["decode_paged_i8_f16_d128_r8"]);
+    assert_eq!(kernels_of(codes), ["decode_paged_q8_f16_d128_r8"]);
     let prompt = ["paged_append", "hopper_paged_f16_d128"];
     assert_eq!(kernels_of(over_blocks(1, 512, 512)), prompt);
     assert_eq!(kernels_of(equal(over_blocks(8, 512, 512))), prompt);
@@ -1572,8 +1581,8 @@ fn blocks_are_gathered() {
     let why = rejection(&over_blocks(8, 512, 0), "h200", &unfused, Family::HopperPaged);
     assert_eq!(why, "switched off by GQA_DISABLE_FUSED_KV");
     let codes = |s| quantized(over_blocks(8, s, 512), CODES[0]);
-    let [append, gather] = ["paged_append_quantized_i8", "paged_gather"];
-    assert_eq!(kernels(&codes(2), &off), ["decode_paged_i8_f16_d128_r8"]);
+    let [append, gather] = ["paged_append_quantized", "paged_gather"];
+    assert_eq!(kernels(&codes(2), &off), ["decode_paged_q8_f16_d128_r8"]);
     let few = quantized(over_blocks(1, 33, 512), CODES[0]);
     assert_eq!(kernels(&few, &off)[..2], [append, gather]);
 }
@@ -1582,14 +1591,14 @@ fn blocks_are_gathered() {
 #[test]
 fn chunks_read_quantized_blocks() {
     let off = PlanOptions::default();
-    let [append, i4] = ["paged_append_quantized_i8", "paged_append_quantized_i4"];
+    let append = "paged_append_quantized";
     let chunks = |how, rows| quantized(equal(over_blocks(8, rows, 2048)), how);
     let kernel = "hopper_paged_quantized_f16_d128";
     assert_eq!(kernels(&chunks(CODES[0], 256), &off), [append, kernel]);
-    assert_eq!(kernels(&chunks(CODES[1], 256), &off), [i4, kernel]);
+    assert_eq!(kernels(&chunks(CODES[1], 256), &off), [append, kernel]);
     let refused = |p: &Problem, why: &str| {
         assert_eq!(rejection(p, "h200", &off, Family::HopperPagedQuantized), why);
-        assert_eq!(kernels(p, &off)[1..2], ["paged_dequantize_i8"]);
+        assert_eq!(kernels(p, &off)[1..2], ["paged_dequantize"]);
     };
     refused(&chunks(CODES[0], 257), "1028 packed query rows are over 1024");
     let small = with(chunks(CODES[0], 256), |p| (p.head_size, p.v_head_size) = (96, 96));
@@ -1608,7 +1617,7 @@ fn chunks_read_quantized_caches() {
     let chunk = |rows| quantized(llama(rows, 7680), CODES[0]);
     let chunks = |rows| with(chunk(rows), |p| p.batch = 8);
     let kernel = "hopper_quantized_f16_d128";
-    assert_eq!(kernels(&chunks(128), &off), ["append_quantized_i8", kernel]);
+    assert_eq!(kernels(&chunks(128), &off), ["append_quantized", kernel]);
     let refused = |p: &Problem, why: &str| {
         assert_eq!(rejection(p, "h200", &off, Family::HopperQuantized), why);
     };
@@ -1662,7 +1671,7 @@ fn blocks_are_read_where_they_are_without_wgmma() {
     let odd = with_pages(over_blocks(8, 512, 512), |pages| Pages { block_size: 48, ..pages });
     assert_eq!(on("a100", &odd, &off)[1], "paged_gather");
     let codes = quantized(over_blocks(8, 512, 512), CODES[0]);
-    let [append, dequantize] = ["paged_append_quantized_i8", "paged_dequantize_i8"];
+    let [append, dequantize] = ["paged_append_quantized", "paged_dequantize"];
     let launches = [append, dequantize, "tiled_paged_f16_d128", "paged_gaps"];
     assert_eq!(on("a100", &codes, &off), launches);
     // A decode step of each sequence beside a prompt; nobody shares tiles with a launch beside it.
@@ -1700,7 +1709,7 @@ fn blocks_are_read_where_they_are_without_wgmma() {
 fn codes_in_blocks_become_numbers_in_blocks() {
     let off = PlanOptions::default();
     let codes = |p| quantized(p, CODES[0]);
-    let [append, numbers] = ["paged_append_quantized_i8", "paged_dequantize_i8"];
+    let [append, numbers] = ["paged_append_quantized", "paged_dequantize"];
     let [prompt, gaps] = ["hopper_paged_f16_d128", "paged_gaps"];
     let prompts = [append, numbers, prompt, gaps];
     assert_eq!(kernels(&codes(equal(over_blocks(8, 1024, 512))), &off), prompts);
@@ -1713,7 +1722,7 @@ fn codes_in_blocks_become_numbers_in_blocks() {
         tokens: 1024 + 31,
         ..pages
     });
-    let step = "decode_paged_i8_f16_d128_r16_w4";
+    let step = "decode_paged_q8_f16_d128_r16_w4";
     let plan = plan(&mixed, &device("h200"), &off).unwrap();
     assert_eq!(kernels(&mixed, &off), [append, numbers, prompt, step, prompt, gaps]);
     // Only those of prompts are wanted.

@@ -87,5 +87,5 @@ fn mask_rows(given: &Problem, masked: &Problem, mask: Arg, device: &DeviceInfo) 
         counts_new: p.pages.is_some_and(|pages| pages.counts_new).into(),
     };
     let grid = tree_mask_rows_grid(&params, device.multiprocessors);
-    launch(find(Role::TreeMaskRows, None, None)?, grid, &arguments, &params)
+    launch(find(Role::TreeMaskRows, None)?, grid, &arguments, &params)
 }

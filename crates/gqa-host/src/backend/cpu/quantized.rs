@@ -135,9 +135,9 @@ impl<'a> Codes<'a> {
 pub(super) fn encode_by_itself(format: QuantFormat, row: &[f32], to: &mut [u8]) -> f32 {
     let largest = row.iter().map(|&x| magnitude(x)).max().unwrap_or(0);
     let scale = match format {
-        QuantFormat::Int8 => Int8::row_scale(largest),
-        QuantFormat::Int4 => Int4::row_scale(largest),
-        QuantFormat::Float8 => Float8::row_scale(largest),
+        QuantFormat::Int8 => Int8.row_scale(largest),
+        QuantFormat::Int4 => Int4.row_scale(largest),
+        QuantFormat::Float8 => Float8.row_scale(largest),
     };
     encode(format, row, |_| scale, to);
     scale
@@ -148,15 +148,15 @@ fn encode(format: QuantFormat, row: &[f32], scale: impl Fn(usize) -> f32, to: &m
     let quotient = |i: usize| row[i] / scale(i);
     match format {
         QuantFormat::Int8 => {
-            let codes = (0..row.len()).map(|i| Int8::encode(quotient(i)) as u8);
+            let codes = (0..row.len()).map(|i| Int8.encode(quotient(i)) as u8);
             to.iter_mut().zip(codes).for_each(|(to, code)| *to = code);
         }
         QuantFormat::Float8 => {
-            let codes = (0..row.len()).map(|i| Float8::encode(quotient(i)) as u8);
+            let codes = (0..row.len()).map(|i| Float8.encode(quotient(i)) as u8);
             to.iter_mut().zip(codes).for_each(|(to, code)| *to = code);
         }
         QuantFormat::Int4 => {
-            let code = |i| Int4::encode(quotient(i)) as u8;
+            let code = |i| Int4.encode(quotient(i)) as u8;
             to.iter_mut().enumerate().for_each(|(i, to)| *to = code(2 * i) | code(2 * i + 1) << 4);
         }
     }

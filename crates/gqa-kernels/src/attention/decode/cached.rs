@@ -18,23 +18,22 @@ pub trait Cached: Copy {
     type Operand: MmaElement;
     /// What pointers to the cache count.
     type Cell: Pod;
-    /// What numbers are multiplied by.
-    type Scales: Copy;
-    /// A thread's part of that.
+    /// How a call's cache holds numbers: format and scales of quantized values.
+    type Coding: Copy;
+    /// A thread's part of the scales.
     type Scale;
 
     /// Channels in 16 bits: of so many, side by side, the products make as many columns in as many
     /// blocks.
     const GROUP: u32;
 
-    /// Whether each row of the cache has scales of its own. A type's, because a question in the
-    /// loop costs other caches up to a tenth of their time.
-    const BY_ROW: bool;
+    /// Whether each row of the cache has scales of its own.
+    fn by_row(coding: Self::Coding) -> bool;
 
     /// Asks for the part of one of `threads` threads of the scales of a KV head; of columns that
     /// heads of that size have not they are `other`.
     fn ask(
-        scales: Self::Scales,
+        coding: Self::Coding,
         p: &DecodeParams,
         kv_head: u32,
         head_size: u32,
@@ -48,6 +47,7 @@ pub trait Cached: Copy {
     /// Makes of `tokens` new rows, rotated, what the cache holds; others may read it behind
     /// [`prepare`](Self::prepare).
     fn encode<const D8: usize, const UNITS: usize>(
+        coding: Self::Coding,
         tiles: &Tiles<Self, D8, UNITS>,
         staging: ScaleStaging,
         tokens: u32,
@@ -57,6 +57,7 @@ pub trait Cached: Copy {
     /// Makes operands of the queries, rotated, and lets the block read what anyone has encoded.
     /// Returns what products with them are to be multiplied by.
     fn prepare<const D8: usize, const UNITS: usize>(
+        coding: Self::Coding,
         tiles: &Tiles<Self, D8, UNITS>,
         staging: ScaleStaging,
         block: Block,
@@ -64,11 +65,13 @@ pub trait Cached: Copy {
 
     /// Scores of a lane's rows that products have too much.
     fn zero_scores<const M: usize, const D8: usize>(
+        coding: Self::Coding,
         queries: impl Fn(usize) -> [[[u32; 2]; M]; 2],
     ) -> [[f32; 2]; M];
 
     /// As [`columns::scores`].
     fn scores<const M: usize, const UNITS: usize, const N8: usize>(
+        coding: Self::Coding,
         queries: impl Fn(usize) -> [[[u32; 2]; M]; 2],
         zero_scores: &[[f32; 2]; M],
         keys: Swizzled<Self::Cell, UNITS>,
@@ -83,6 +86,7 @@ pub trait Cached: Copy {
         const UNITS: usize,
         const N8: usize,
     >(
+        coding: Self::Coding,
         out: &mut Columns<M, D8>,
         weights: &Fragments<M, N8>,
         values: Swizzled<Self::Cell, UNITS>,
@@ -90,13 +94,19 @@ pub trait Cached: Copy {
     );
 
     /// Those of the key and the value of that number.
-    fn row_scales(scales: Self::Scales, number: usize) -> [f32; 2];
+    fn row_scales(coding: Self::Coding, number: usize) -> [f32; 2];
 
     /// Writes those of a new key and value.
-    fn store_row_scales(scales: Self::Scales, number: usize, of_row: [f32; 2]);
+    fn store_row_scales(coding: Self::Coding, number: usize, of_row: [f32; 2]);
 
-    /// Multiplies what the lane has accumulated by the scales of its channels.
-    fn scale<const M: usize, const D8: usize>(out: &mut Columns<M, D8>, staging: ScaleStaging);
+    /// Multiplies what the lane has accumulated by the scales of its channels, or by `unit` where
+    /// rows have scales.
+    fn scale<const M: usize, const D8: usize>(
+        coding: Self::Coding,
+        out: &mut Columns<M, D8>,
+        staging: ScaleStaging,
+        unit: f32,
+    );
 }
 
 /// The channel that the first column of a block of 8 is; from one to the next they are `group`
@@ -159,10 +169,14 @@ impl<T: MmaElement> Cached for T {
     type Element = T;
     type Operand = T;
     type Cell = T;
-    type Scales = ();
+    type Coding = ();
     type Scale = ();
     const GROUP: u32 = 1;
-    const BY_ROW: bool = false;
+
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn by_row((): ()) -> bool {
+        false
+    }
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn ask((): (), _: &DecodeParams, _: u32, _: u32, _: f32, _: u32) {}
@@ -172,6 +186,7 @@ impl<T: MmaElement> Cached for T {
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn encode<const D8: usize, const UNITS: usize>(
+        (): (),
         _: &Tiles<T, D8, UNITS>,
         _: ScaleStaging,
         _: u32,
@@ -181,6 +196,7 @@ impl<T: MmaElement> Cached for T {
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn prepare<const D8: usize, const UNITS: usize>(
+        (): (),
         _: &Tiles<T, D8, UNITS>,
         _: ScaleStaging,
         _: Block,
@@ -190,6 +206,7 @@ impl<T: MmaElement> Cached for T {
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn zero_scores<const M: usize, const D8: usize>(
+        (): (),
         _: impl Fn(usize) -> [[[u32; 2]; M]; 2],
     ) -> [[f32; 2]; M] {
         [[0.0; 2]; M]
@@ -197,6 +214,7 @@ impl<T: MmaElement> Cached for T {
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn scores<const M: usize, const UNITS: usize, const N8: usize>(
+        (): (),
         queries: impl Fn(usize) -> [[[u32; 2]; M]; 2],
         _: &[[f32; 2]; M],
         keys: Swizzled<T, UNITS>,
@@ -213,6 +231,7 @@ impl<T: MmaElement> Cached for T {
         const UNITS: usize,
         const N8: usize,
     >(
+        (): (),
         out: &mut Columns<M, D8>,
         weights: &Fragments<M, N8>,
         values: Swizzled<T, UNITS>,
@@ -230,5 +249,11 @@ impl<T: MmaElement> Cached for T {
     fn store_row_scales((): (), _: usize, _: [f32; 2]) {}
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn scale<const M: usize, const D8: usize>(_: &mut Columns<M, D8>, _: ScaleStaging) {}
+    fn scale<const M: usize, const D8: usize>(
+        (): (),
+        _: &mut Columns<M, D8>,
+        _: ScaleStaging,
+        _: f32,
+    ) {
+    }
 }

@@ -4,7 +4,7 @@ use super::exchange::{Output, Splits};
 use super::layout::SideBySide;
 use super::new_tokens::NewTokens;
 use super::tree::Tree;
-use super::{Blocks, Codes, Decode, Heads, Products, Scales, quantized};
+use super::{Blocks, Codes, Coding, Decode, Heads, Products, quantized};
 use crate::attention::out::Results;
 use crate::num::{MmaCode, MmaElement, e4m3};
 use crate::params::{DecodeParams, PagedDecodeParams};
@@ -50,7 +50,7 @@ impl<
     ) {
         let rope = Rope { cos, sin, position_ids, params: p.rotary };
         let new_tokens =
-            NewTokens::<T> { q, k: new_k, v: new_v, present_k: k, present_v: v, rope, scales: () };
+            NewTokens::<T> { q, k: new_k, v: new_v, present_k: k, present_v: v, rope, coding: () };
         let results = Results { out, out_f32, out_f8, scale: out_scale };
         let output = Output { head_sink, results, lse, tokens: 0 };
         let splits = Splits { columns: partial_out, states: partial_states, arrivals };
@@ -58,11 +58,11 @@ impl<
         Self::step(new_tokens, seqlens_k, SideBySide, output, splits, tree, p);
     }
 
-    /// The kernel for a quantized KV cache of format `F`: its tensors are (batch, KV head,
-    /// capacity, bytes of a row), and its scales one, (KV head) or (KV head, head size), or with
-    /// `ROWS` (batch, KV head, capacity).
+    /// The kernel for a quantized KV cache of a format among those of `F`: its tensors are (batch,
+    /// KV head, capacity, bytes of a row), and its scales one, (KV head), (KV head, head size) or
+    /// (batch, KV head, capacity).
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub fn run_quantized<F: MmaCode, const ROWS: bool, T: MmaElement>(
+    pub fn run_quantized<F: MmaCode, T: MmaElement>(
         q: Global<T>,
         new_k: Global<T>,
         new_v: Global<T>,
@@ -84,15 +84,15 @@ impl<
     ) {
         const { Self::assert_codes::<F>() }
         let rope = Rope { cos, sin, position_ids, params: p.rotary };
-        let scales = Scales { k: k_scale, v: v_scale };
-        let new_tokens = NewTokens::<Codes<T, F, ROWS>> {
+        let coding = Coding::new(k_scale, v_scale, &p);
+        let new_tokens = NewTokens::<Codes<T, F>> {
             q,
             k: new_k,
             v: new_v,
             present_k: k,
             present_v: v,
             rope,
-            scales,
+            coding,
         };
         let output = Output { head_sink, results: Results::of_elements(out), lse, tokens: 0 };
         let splits = Splits { columns: partial_out, states: partial_states, arrivals };
@@ -127,7 +127,7 @@ impl<
     ) {
         let rope = Rope { cos, sin, position_ids, params: p.decode.rotary };
         let new_tokens =
-            NewTokens::<T> { q, k: new_k, v: new_v, present_k: k, present_v: v, rope, scales: () };
+            NewTokens::<T> { q, k: new_k, v: new_v, present_k: k, present_v: v, rope, coding: () };
         let output =
             Output { head_sink, results: Results::of_elements(out), lse, tokens: p.tokens };
         let splits = Splits { columns: partial_out, states: partial_states, arrivals };
@@ -135,10 +135,10 @@ impl<
         Self::step(new_tokens, past_seqlens, blocks, output, splits, tree, p.decode);
     }
 
-    /// The same for a cache whose blocks hold quantized values of format `F`: (block, row, KV head,
-    /// bytes of a row).
+    /// The same for a cache whose blocks hold quantized values of a format among those of `F`:
+    /// (block, row, KV head, bytes of a row).
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub fn run_paged_quantized<F: MmaCode, const ROWS: bool, T: MmaElement>(
+    pub fn run_paged_quantized<F: MmaCode, T: MmaElement>(
         q: Global<T>,
         new_k: Global<T>,
         new_v: Global<T>,
@@ -162,15 +162,15 @@ impl<
     ) {
         const { Self::assert_codes::<F>() }
         let rope = Rope { cos, sin, position_ids, params: p.decode.rotary };
-        let scales = Scales { k: k_scale, v: v_scale };
-        let new_tokens = NewTokens::<Codes<T, F, ROWS>> {
+        let coding = Coding::new(k_scale, v_scale, &p.decode);
+        let new_tokens = NewTokens::<Codes<T, F>> {
             q,
             k: new_k,
             v: new_v,
             present_k: k,
             present_v: v,
             rope,
-            scales,
+            coding,
         };
         let output =
             Output { head_sink, results: Results::of_elements(out), lse, tokens: p.tokens };

@@ -27,8 +27,8 @@ pub(super) struct NewTokens<C: Cached> {
     pub present_v: Global<C::Cell>,
     /// For queries and keys.
     pub rope: Rope<C::Element>,
-    /// Of the cache.
-    pub scales: C::Scales,
+    /// How the cache holds them.
+    pub coding: C::Coding,
 }
 
 /// Tiles in shared memory: this step's rows, and what the cache holds of the new ones, which is the
@@ -177,7 +177,7 @@ impl<C: Cached> NewTokens<C> {
         block: Block,
     ) {
         let (a, past, threads) = (&p.attention, rows.seqlen.past, block.threads);
-        if C::BY_ROW {
+        if C::by_row(self.coding) {
             let (first, step) = layout.scales(a, rows);
             for s in Rolled(thread_idx()..new_rows(p, rows), threads) {
                 let place = layout.place(past + s);
@@ -186,7 +186,7 @@ impl<C: Cached> NewTokens<C> {
                 }
                 let number = first + place as usize * step as usize;
                 let of_row = [0, block.keys].map(|tile| staging.rows.load(tile + s));
-                C::store_row_scales(self.scales, number, of_row);
+                C::store_row_scales(self.coding, number, of_row);
             }
         }
         for unit in Rolled(thread_idx()..new_rows(p, rows) * UNITS as u32, threads) {

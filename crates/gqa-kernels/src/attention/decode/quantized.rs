@@ -18,7 +18,7 @@
 
 use super::cached::{Block, Cached, ScaleStaging, first_channel};
 use super::new_tokens::Tiles;
-use crate::concept::scales::ScalesPer;
+use crate::concept::scales::{ScalesPer, are_of_rows};
 use crate::num::{MmaCode, MmaElement, f16, unpack};
 use crate::params::DecodeParams;
 use crate::prologue::row_scales::{largest_of, largest_of_lanes};
@@ -32,38 +32,55 @@ use crate::tile::quantized::{self, Order};
 use crate::tile::swizzle::{Swizzled, WarpRead};
 use core::marker::PhantomData;
 
-/// Quantized values of format `F` of elements of type `T`, and a scale for each row or not.
-pub struct Codes<T, F, const ROWS: bool>(PhantomData<(T, F)>);
+/// Quantized values of a format among those of `F`, of elements of type `T`.
+pub struct Codes<T, F>(PhantomData<(T, F)>);
 
-impl<T, F, const ROWS: bool> Clone for Codes<T, F, ROWS> {
+impl<T, F> Clone for Codes<T, F> {
     fn clone(&self) -> Self {
         *self
     }
 }
-impl<T, F, const ROWS: bool> Copy for Codes<T, F, ROWS> {}
+impl<T, F> Copy for Codes<T, F> {}
 
-/// Scales of keys and values: one of each, (KV head), (KV head, head size) or those of the cache's
-/// rows.
+/// What a call's quantized values are. Scales of keys and values are one of each, (KV head), (KV
+/// head, head size) or those of the cache's rows.
 #[derive(Clone, Copy)]
-pub struct Scales {
-    /// Of keys.
-    pub k: Global<f32>,
-    /// Of values.
-    pub v: Global<f32>,
+pub struct Coding<F> {
+    /// Scales of keys.
+    k: Global<f32>,
+    /// Scales of values.
+    v: Global<f32>,
+    /// The format.
+    code: F,
+    /// Whether scales are those of rows. A constant of the kernel's text once a plan is loaded, as
+    /// the format is, so that the loop asks for neither.
+    by_row: bool,
 }
 
-impl<T: MmaElement, F: MmaCode, const ROWS: bool> Cached for Codes<T, F, ROWS> {
+impl<F: MmaCode> Coding<F> {
+    /// That of a call with such scales.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub(super) fn new(k: Global<f32>, v: Global<f32>, p: &DecodeParams) -> Self {
+        Self { k, v, code: F::of(p.format), by_row: are_of_rows(p.scales) }
+    }
+}
+
+impl<T: MmaElement, F: MmaCode> Cached for Codes<T, F> {
     type Element = T;
     type Operand = f16;
     type Cell = u8;
-    type Scales = Scales;
+    type Coding = Coding<F>;
     type Scale = [[f32; 2]; CHANNELS];
     const GROUP: u32 = 16 / F::BITS;
-    const BY_ROW: bool = ROWS;
+
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn by_row(coding: Coding<F>) -> bool {
+        coding.by_row
+    }
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn ask(
-        scales: Scales,
+        coding: Coding<F>,
         p: &DecodeParams,
         kv_head: u32,
         head_size: u32,
@@ -73,14 +90,14 @@ impl<T: MmaElement, F: MmaCode, const ROWS: bool> Cached for Codes<T, F, ROWS> {
         let per = ScalesPer::new(p.scales);
         core::array::from_fn(|pass| {
             let channel = thread_idx() + pass as u32 * threads;
-            if ROWS {
+            if coding.by_row {
                 return [1.0; 2];
             }
             if channel >= head_size {
                 return [other; 2];
             }
             let number = per.number(kv_head, head_size, channel);
-            [scales.k, scales.v].map(|scale| scale.load(number))
+            [coding.k, coding.v].map(|scale| scale.load(number))
         })
     }
 
@@ -97,6 +114,7 @@ impl<T: MmaElement, F: MmaCode, const ROWS: bool> Cached for Codes<T, F, ROWS> {
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn encode<const D8: usize, const UNITS: usize>(
+        coding: Coding<F>,
         tiles: &Tiles<Self, D8, UNITS>,
         staging: ScaleStaging,
         tokens: u32,
@@ -109,8 +127,8 @@ impl<T: MmaElement, F: MmaCode, const ROWS: bool> Cached for Codes<T, F, ROWS> {
             tiles.cached_keys.place(row, unit).store_vec(0, [0; 4]);
             tiles.cached_values.place(row, unit).store_vec(0, [0; 4]);
         }
-        if ROWS {
-            find_row_scales(tiles, staging, tokens, block);
+        if coding.by_row {
+            find_row_scales(coding.code, tiles, staging, tokens, block);
             sync_threads();
         }
         let bytes = 16 * units;
@@ -123,12 +141,12 @@ impl<T: MmaElement, F: MmaCode, const ROWS: bool> Cached for Codes<T, F, ROWS> {
             let channel = byte * F::PER_WORD / 4;
             let given = given.place(row, channel / UNIT).offset(channel % UNIT);
             let place = cached.place(row, byte / 16).offset(byte % 16);
-            let code = if ROWS {
+            let code = if coding.by_row {
                 let which = if row_number < tokens { 0 } else { block.keys };
                 let scale = staging.rows.load(which + row);
-                encode_byte::<T, F>(given, |_| scale)
+                encode_byte(coding.code, given, |_| scale)
             } else {
-                encode_byte::<T, F>(given, |i| scales.load(channel + i))
+                encode_byte(coding.code, given, |i| scales.load(channel + i))
             };
             place.store(0, code);
         }
@@ -136,6 +154,7 @@ impl<T: MmaElement, F: MmaCode, const ROWS: bool> Cached for Codes<T, F, ROWS> {
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn prepare<const D8: usize, const UNITS: usize>(
+        _: Coding<F>,
         tiles: &Tiles<Self, D8, UNITS>,
         staging: ScaleStaging,
         block: Block,
@@ -149,19 +168,21 @@ impl<T: MmaElement, F: MmaCode, const ROWS: bool> Cached for Codes<T, F, ROWS> {
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn zero_scores<const M: usize, const D8: usize>(
+        coding: Coding<F>,
         queries: impl Fn(usize) -> [[[u32; 2]; M]; 2],
     ) -> [[f32; 2]; M] {
-        quantized::zero_scores::<F, M, D8>(queries)
+        quantized::zero_scores::<F, M, D8>(coding.code, queries)
     }
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn scores<const M: usize, const UNITS: usize, const N8: usize>(
+        coding: Coding<F>,
         queries: impl Fn(usize) -> [[[u32; 2]; M]; 2],
         zero_scores: &[[f32; 2]; M],
         keys: Swizzled<u8, UNITS>,
         read: &WarpRead<UNITS>,
     ) -> Fragments<M, N8> {
-        quantized::scores::<F, M, UNITS, N8>(queries, zero_scores, keys, read)
+        quantized::scores::<F, M, UNITS, N8>(coding.code, queries, zero_scores, keys, read)
     }
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
@@ -172,30 +193,43 @@ impl<T: MmaElement, F: MmaCode, const ROWS: bool> Cached for Codes<T, F, ROWS> {
         const UNITS: usize,
         const N8: usize,
     >(
+        coding: Coding<F>,
         out: &mut Columns<M, D8>,
         weights: &Fragments<M, N8>,
         values: Swizzled<u8, UNITS>,
         read: &WarpRead<UNITS>,
     ) {
-        quantized::accumulate::<F, M, HALVES, D8, UNITS, N8>(out, weights, values, read);
+        quantized::accumulate::<F, M, HALVES, D8, UNITS, N8>(
+            coding.code,
+            out,
+            weights,
+            values,
+            read,
+        );
     }
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn row_scales(scales: Scales, number: usize) -> [f32; 2] {
-        [scales.k, scales.v].map(|scale| scale.load(number))
+    fn row_scales(coding: Coding<F>, number: usize) -> [f32; 2] {
+        [coding.k, coding.v].map(|scale| scale.load(number))
     }
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn store_row_scales(scales: Scales, number: usize, [key, value]: [f32; 2]) {
-        scales.k.store(number, key);
-        scales.v.store(number, value);
+    fn store_row_scales(coding: Coding<F>, number: usize, [key, value]: [f32; 2]) {
+        coding.k.store(number, key);
+        coding.v.store(number, value);
     }
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn scale<const M: usize, const D8: usize>(out: &mut Columns<M, D8>, staging: ScaleStaging) {
+    fn scale<const M: usize, const D8: usize>(
+        coding: Coding<F>,
+        out: &mut Columns<M, D8>,
+        staging: ScaleStaging,
+        unit: f32,
+    ) {
         for block in 0..D8 {
             let start = first_channel(block as u32, Self::GROUP);
-            let scale = staging.values.load(start + lane() / 4 * Self::GROUP);
+            let of_channel = staging.values.load(start + lane() / 4 * Self::GROUP);
+            let scale = if coding.by_row { unit } else { of_channel };
             let per_unit = 1.0 / F::UNITS[block % F::PER_HALF_WORD];
             for m in 0..M {
                 out[block][m] = out[block][m].map(|half| half.map(|sum| sum * per_unit * scale));
@@ -207,14 +241,9 @@ impl<T: MmaElement, F: MmaCode, const ROWS: bool> Cached for Codes<T, F, ROWS> {
 /// Leaves the scales of new rows, and of rows of their tiles that are no token's, where the block
 /// can read them behind a barrier: each warp finds the largest number of rows of its own.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
-fn find_row_scales<
-    T: MmaElement,
-    F: MmaCode,
-    const ROWS: bool,
-    const D8: usize,
-    const UNITS: usize,
->(
-    tiles: &Tiles<Codes<T, F, ROWS>, D8, UNITS>,
+fn find_row_scales<T: MmaElement, F: MmaCode, const D8: usize, const UNITS: usize>(
+    code: F,
+    tiles: &Tiles<Codes<T, F>, D8, UNITS>,
     staging: ScaleStaging,
     tokens: u32,
     block: Block,
@@ -232,16 +261,20 @@ fn find_row_scales<
         }
         let largest = largest_of_lanes(largest, 32);
         if lane() == 0 {
-            staging.rows.store(number, F::row_scale(largest));
+            staging.rows.store(number, code.row_scale(largest));
         }
     }
 }
 
 /// As many quantized values as a byte holds.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
-fn encode_byte<T: MmaElement, F: MmaCode>(given: Shared<T>, scale: impl Fn(u32) -> f32) -> u8 {
-    let code = |i| F::encode(given.load(i).to_f32() / scale(i)) << (i * F::BITS);
-    (0..8 / F::BITS).fold(0, |byte, i| byte | code(i)) as u8
+fn encode_byte<T: MmaElement, F: MmaCode>(
+    code: F,
+    given: Shared<T>,
+    scale: impl Fn(u32) -> f32,
+) -> u8 {
+    let of = |i| code.encode(given.load(i).to_f32() / scale(i)) << (i * F::BITS);
+    (0..8 / F::BITS).fold(0, |byte, i| byte | of(i)) as u8
 }
 
 /// Channels of which a thread knows the scales at most.
@@ -255,8 +288,8 @@ struct Scaled([[f32; 8]; PASSES]);
 
 impl Scaled {
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn of<T: MmaElement, F: MmaCode, const ROWS: bool, const D8: usize, const UNITS: usize>(
-        tiles: &Tiles<Codes<T, F, ROWS>, D8, UNITS>,
+    fn of<T: MmaElement, F: MmaCode, const D8: usize, const UNITS: usize>(
+        tiles: &Tiles<Codes<T, F>, D8, UNITS>,
         staging: ScaleStaging,
         block: Block,
     ) -> Self {

@@ -22,7 +22,7 @@ use crate::tile::rows::Rows;
 /// Where they are.
 #[derive(Clone, Copy)]
 pub(super) struct RowScales<C: Cached> {
-    pub given: C::Scales,
+    pub coding: C::Coding,
     pub staging: ScaleStaging,
 }
 
@@ -56,7 +56,7 @@ impl<
         rows: &Rows,
         share: &Share,
         cache: &Cache<C, L, UNITS>,
-        given: C::Scales,
+        coding: C::Coding,
         tile: u32,
     ) -> OfTile {
         if tile >= share.tiles {
@@ -81,7 +81,7 @@ impl<
             if !layout.is_somewhere(place) {
                 return [0.0; 2];
             }
-            C::row_scales(given, first + place as usize * step as usize)
+            C::row_scales(coding, first + place as usize * step as usize)
         })
     }
 
@@ -129,17 +129,12 @@ impl<
         if raised <= unit {
             return unit;
         }
-        Self::times_unit(acc, unit / raised);
-        raised
-    }
-
-    /// What was accumulated times a number.
-    #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub(super) fn times_unit(acc: &mut Columns<M, D8>, unit: f32) {
+        let factor = unit / raised;
         for block in 0..D8 {
             for m in 0..M {
-                acc[block][m] = acc[block][m].map(|half| half.map(|sum| sum * unit));
+                acc[block][m] = acc[block][m].map(|half| half.map(|sum| sum * factor));
             }
         }
+        raised
     }
 }

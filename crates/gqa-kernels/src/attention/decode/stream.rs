@@ -328,7 +328,8 @@ impl<
 
     /// The warp's part of the rank's share; a product with the prepared queries is to be multiplied
     /// by `unit`. `lacks_rows` if a row of the first tiles or a new one is nowhere: from the first
-    /// such tile on each is asked again, so that the others need not ask.
+    /// such tile on each is asked again, so that the others need not ask. Where rows have scales,
+    /// what was accumulated is to be multiplied by the number returned last.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn attend<C: Cached, L: Layout>(
         p: &DecodeParams,
@@ -339,10 +340,10 @@ impl<
         unit: f32,
         tree: Tree,
         lacks_rows: bool,
-    ) -> (States<M>, Columns<M, D8>) {
+    ) -> (States<M>, Columns<M, D8>, f32) {
         let a = &p.attention;
         let mut lacks_rows = L::MAY_LACK_ROWS && any_sync(lacks_rows);
-        let RowScales { given, staging } = of_rows;
+        let RowScales { coding, staging } = of_rows;
         let scale = ScoreScale::new(a.scale * unit, a.softcap);
         let visible_of = |m: usize, r: u32| rows.row(16 * m as u32 + r).visible;
         let visible: [[_; 2]; M] =
@@ -357,17 +358,18 @@ impl<
         let load = |depth| load_depth::<C::Operand, M, HALVES, D8>(Self::queries(), depth);
         let kept = |depth: usize| [queries[2 * depth], queries[2 * depth + 1]];
         let zero_scores = if Self::IS_TIGHT {
-            C::zero_scores::<M, D8>(load)
+            C::zero_scores::<M, D8>(coding, load)
         } else {
-            C::zero_scores::<M, D8>(kept)
+            C::zero_scores::<M, D8>(coding, kept)
         };
         let (mut tile, mut slot) = (share.start(Self::team()), 0);
         let ahead = STAGES * share.step(Self::TEAMS);
         let mut spots = Self::find_tile(cache.layout, share, tile + ahead);
         lacks_rows |= Self::tile_lacks_rows(cache.layout, share, tile + ahead, spots);
-        let ask = |tile| Self::ask_row_scales(p, rows, share, &cache, given, tile);
+        let ask = |tile| Self::ask_row_scales(p, rows, share, &cache, coding, tile);
+        let by_row = C::by_row(coding);
         let (mut asked, mut value_unit) = ([[0.0; 2]; 2], row_scales::LEAST_UNIT);
-        if C::BY_ROW {
+        if by_row {
             asked = ask(tile);
         }
         while tile < share.end(Self::team(), Self::TEAMS) {
@@ -375,7 +377,7 @@ impl<
             let begin = if is_fresh { share.past } else { share.begin(tile) };
             let after = tile + ahead;
             let mut of_tile = asked;
-            if C::BY_ROW {
+            if by_row {
                 if is_fresh {
                     of_tile = Self::fresh_row_scales(staging);
                 }
@@ -386,14 +388,14 @@ impl<
             sync_warp();
             let keys = if is_fresh { Self::fresh_keys() } else { Self::keys(slot) };
             let mut weights = if Self::IS_TIGHT {
-                C::scores::<M, UNITS, N8>(load, &zero_scores, keys, &read)
+                C::scores::<M, UNITS, N8>(coding, load, &zero_scores, keys, &read)
             } else {
-                C::scores::<M, UNITS, N8>(kept, &zero_scores, keys, &read)
+                C::scores::<M, UNITS, N8>(coding, kept, &zero_scores, keys, &read)
             };
             sync_warp();
             Self::copy(Self::keys(slot), &cache, cache.k, spots, share, after);
 
-            if C::BY_ROW {
+            if by_row {
                 Self::times_row_scales(&mut weights, &of_tile, row_scales::KEYS, 1.0);
             }
             scale.adjust(&mut weights);
@@ -419,7 +421,7 @@ impl<
                 Self::hide_nowhere(a, cache.layout, begin, &mut weights);
             }
             weigh::<M, HALVES, N8, D8>(&mut states, &mut weights, &mut acc, scale);
-            if C::BY_ROW {
+            if by_row {
                 value_unit = Self::raise_unit(&mut acc, &of_tile, value_unit);
                 let inverse = 1.0 / value_unit;
                 Self::times_row_scales(&mut weights, &of_tile, row_scales::VALUES, inverse);
@@ -429,7 +431,7 @@ impl<
             sync_warp();
             let values = if is_fresh { Self::fresh_values() } else { Self::values(slot) };
             let read = if Self::IS_TIGHT { WarpRead::of(opaque(lane())) } else { read };
-            C::accumulate::<M, HALVES, D8, UNITS, N8>(&mut acc, &weights, values, &read);
+            C::accumulate::<M, HALVES, D8, UNITS, N8>(coding, &mut acc, &weights, values, &read);
             sync_warp();
             Self::copy(Self::values(slot), &cache, cache.v, spots, share, after);
 
@@ -440,10 +442,7 @@ impl<
         }
         cp_async_wait::<0>();
         sync_warp();
-        if C::BY_ROW {
-            Self::times_unit(&mut acc, value_unit);
-        }
-        (states, acc)
+        (states, acc, value_unit)
     }
 
     /// New keys, unrotated ones no longer.

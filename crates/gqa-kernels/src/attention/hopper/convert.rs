@@ -34,16 +34,16 @@ pub(super) fn run<S: Tile, P: Operand>(base: u32, format: u32) {
     if P::KEEPS_KEYS {
         run_over_values::<S>(base);
     } else if format == Format::Int8 as u32 {
-        run_in::<S, Int8>(base);
+        run_in::<S, _>(Int8, base);
     } else if format == Format::Int4 as u32 {
-        run_in::<S, Int4>(base);
+        run_in::<S, _>(Int4, base);
     } else {
-        run_in::<S, Float8>(base);
+        run_in::<S, _>(Float8, base);
     }
 }
 
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
-fn run_in<S: Tile, C: MmaCode>(base: u32) {
+fn run_in<S: Tile, C: MmaCode>(code: C, base: u32) {
     let mut ring = Ring::START;
     let mut n = 0;
     loop {
@@ -54,7 +54,7 @@ fn run_in<S: Tile, C: MmaCode>(base: u32) {
         }
         n += 1;
         for _ in Rolled(0..2 * (keys.end - keys.first), 1) {
-            ring = convert_next::<S, C>(base, ring);
+            ring = convert_next::<S, C>(code, base, ring);
         }
     }
 }
@@ -72,7 +72,7 @@ fn run_over_values<S: Tile>(base: u32) {
             ring = pass_next::<S>(base, ring);
         }
         if n > 0 {
-            ring = convert_next::<S, Float8>(base, ring);
+            ring = convert_next::<S, _>(Float8, base, ring);
         }
         if keys.is_empty() {
             return;
@@ -80,16 +80,16 @@ fn run_over_values<S: Tile>(base: u32) {
         n += 1;
         for _ in Rolled(keys.first + 1..keys.end, 1) {
             ring = pass_next::<S>(base, ring);
-            ring = convert_next::<S, Float8>(base, ring);
+            ring = convert_next::<S, _>(Float8, base, ring);
         }
     }
 }
 
 /// Converts a tile and hands it on.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
-fn convert_next<S: Tile, C: MmaCode>(base: u32, ring: Ring) -> Ring {
+fn convert_next<S: Tile, C: MmaCode>(code: C, base: u32, ring: Ring) -> Ring {
     mbarrier_wait(base + S::CODE_FULL + ring.barrier(), ring.parity);
-    convert_tile::<S, C>(base + S::KV + ring.stage * S::STAGE_BYTES);
+    convert_tile::<S, C>(code, base + S::KV + ring.stage * S::STAGE_BYTES);
     fence_proxy_async();
     mbarrier_arrive(base + S::KV_FULL + ring.barrier());
     ring.next(S::STAGES)
@@ -105,16 +105,16 @@ fn pass_next<S: Tile>(base: u32, ring: Ring) -> Ring {
 
 /// This thread's share of a tile.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
-fn convert_tile<S: Tile, C: MmaCode>(tile: u32) {
+fn convert_tile<S: Tile, C: MmaCode>(code: C, tile: u32) {
     const { assert!(S::N / 8 * S::CHUNKS.div_ceil(2) == WARPS * TOGETHER as u32) }
     let codes = tile + S::KV_BYTES - S::CODE_BYTES;
     let free = S::CHUNKS / 2;
     if free > 0 {
-        store::<S, C>(tile, 0, load::<S, C>(codes, 0));
+        store::<S, C>(code, tile, 0, load::<S, C>(codes, 0));
     }
     let last = load::<S, C>(codes, free);
     named_barrier_sync(READ, WARPGROUP);
-    store::<S, C>(tile, free, last);
+    store::<S, C>(code, tile, free, last);
 }
 
 /// The codes of this thread's columns of all rows, of the half of the chunks that begins with chunk
@@ -141,14 +141,14 @@ fn load<S: Tile, C: MmaCode>(codes: u32, first: u32) -> [[u32; 4]; TOGETHER] {
 
 /// Writes their halves.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
-fn store<S: Tile, C: MmaCode>(tile: u32, first: u32, codes: [[u32; 4]; TOGETHER]) {
+fn store<S: Tile, C: MmaCode>(code: C, tile: u32, first: u32, codes: [[u32; 4]; TOGETHER]) {
     let (row, chunk) = place::<S>();
     let at = swizzled(S::N, row, 8 * (first + chunk) + 2 * (lane() % 4));
     // The next unit has traded places likewise.
     let (low, high) = (tile + at, tile + (at ^ 16));
     let mut i = 0;
     while i < TOGETHER {
-        let halves = halves::<C>(codes[i]);
+        let halves = halves(code, codes[i]);
         st_shared_vec(low + i as u32 * apart::<S>(), halves[0]);
         st_shared_vec(high + i as u32 * apart::<S>(), halves[1]);
         i += 1;
@@ -174,12 +174,12 @@ const fn apart<S: Tile>() -> u32 {
 
 /// Quantized values as halves, in two vectors.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
-fn halves<C: MmaCode>([a, b, c, d]: [u32; 4]) -> [[u32; 4]; 2] {
+fn halves<C: MmaCode>(code: C, [a, b, c, d]: [u32; 4]) -> [[u32; 4]; 2] {
     if C::BITS == 4 {
-        return [C::in_order(a), C::in_order(b)];
+        return [code.in_order(a), code.in_order(b)];
     }
     let joined = |low, high| {
-        let ([a, b, ..], [c, d, ..]) = (C::in_order(low), C::in_order(high));
+        let ([a, b, ..], [c, d, ..]) = (code.in_order(low), code.in_order(high));
         [a, b, c, d]
     };
     [joined(a, b), joined(c, d)]

@@ -10,7 +10,7 @@ use crate::plan::family::{Call, Family, FusedPrologue, Job, Kernel, Task};
 use crate::plan::launch::{Arg, Launch};
 use crate::plan::options::PlanOption;
 use crate::plan::params::{
-    arguments, params, position_stride, rotary_params, scale_tensors, scales,
+    arguments, format, params, position_stride, rotary_params, scale_tensors, scales,
 };
 use crate::plan::{requirements, select};
 use crate::{CacheBinding, Problem, Result};
@@ -83,10 +83,10 @@ pub(super) fn choose(module: registry::Family, call: &Call<'_>) -> Result<Kernel
 /// alone it is the one for the newest target.
 fn entry(module: registry::Family, call: &Call<'_>) -> Result<&'static Entry, Rejection> {
     let p = call.problem;
-    let codes = p.quantized.map(|how| how.format);
+    let format = p.quantized.map(|how| how.format);
     let is_typed = |entry: &&Entry| {
         entry.family == module
-            && (entry.codes.is_none() || entry.codes == codes)
+            && (entry.formats.is_empty() || entry.holds(format))
             && element(p.dtype) == Some(entry.dtype)
             && (!p.tree_mask || takes_trees(entry))
     };
@@ -102,16 +102,10 @@ fn entry(module: registry::Family, call: &Call<'_>) -> Result<&'static Entry, Re
         let is_forced = |entry: &Entry| call.forced.is_none_or(|forced| entry.name == forced.name);
         written().filter(move |entry| holds(entry, p.head_size) && is_forced(entry))
     };
-    if holding().next().is_none() {
-        return Err(Rejection::OtherHeadSize { got: p.head_size });
-    }
-    let by_row = p.has_row_scales();
-    let sized = || holding().filter(move |entry| entry.by_row == by_row);
-    let smallest = sized().min_by_key(|entry| (entry.pads, entry.shared_bytes));
-    let smallest =
-        smallest.ok_or(if by_row { Rejection::RowScales } else { Rejection::NoRowScales })?;
+    let smallest = holding().min_by_key(|entry| (entry.pads, entry.shared_bytes));
+    let smallest = smallest.ok_or(Rejection::OtherHeadSize { got: p.head_size })?;
     let tiles = |entry: &Entry| p.packed_rows().div_ceil(entry.rows as usize);
-    let suited = || sized().filter(|entry| runs_on(entry, call.device).is_ok());
+    let suited = || holding().filter(|entry| runs_on(entry, call.device).is_ok());
     let order = |entry: &&Entry| {
         let padding = (entry.pads, entry.head_size);
         let is_wide = entry.rows > 32;
@@ -211,10 +205,10 @@ fn has_few_row_tiles(call: &Call<'_>, entry: &Entry) -> Result<(), Rejection> {
 
 /// Quantized values in the room of an element of 16 bits.
 fn values_per_element(entry: &Entry) -> u32 {
-    match entry.codes {
-        None => 1,
-        Some(Format::Int8 | Format::Float8) => 2,
-        Some(Format::Int4) => 4,
+    match entry.formats {
+        [] => 1,
+        [Format::Int4] => 4,
+        _ => 2,
     }
 }
 
@@ -222,9 +216,8 @@ fn values_per_element(entry: &Entry) -> u32 {
 fn half_of(entry: &Entry, device: &DeviceInfo) -> Option<&'static Entry> {
     let is_half = |other: &&Entry| {
         other.family == entry.family
-            && (other.dtype, other.codes) == (entry.dtype, entry.codes)
-            && (other.head_size, other.pads, other.by_row)
-                == (entry.head_size, entry.pads, entry.by_row)
+            && (other.dtype, other.formats) == (entry.dtype, entry.formats)
+            && (other.head_size, other.pads) == (entry.head_size, entry.pads)
             && other.rows >= entry.rows
             && other.arguments == entry.arguments
             && other.min_blocks == 2
@@ -243,10 +236,10 @@ pub(in crate::plan) fn in_halves(kernel: &Kernel, device: &DeviceInfo) -> Option
 /// How two such blocks stream, fitted to measurements (`docs/perf-log.md`): those of a quantized KV
 /// cache slower, as they have fewer copies under way.
 fn halves_like(half: &Entry) -> Halves {
-    match half.codes {
-        None => Halves { slower: 1, tenths: 12, tenths_in_pairs: 36 },
-        Some(Format::Int4) => Halves { slower: 4, tenths: 34, tenths_in_pairs: 34 },
-        Some(_) => Halves { slower: 4, tenths: 28, tenths_in_pairs: 34 },
+    match half.formats {
+        [] => Halves { slower: 1, tenths: 12, tenths_in_pairs: 36 },
+        [Format::Int4] => Halves { slower: 4, tenths: 34, tenths_in_pairs: 34 },
+        _ => Halves { slower: 4, tenths: 28, tenths_in_pairs: 34 },
     }
 }
 
@@ -254,11 +247,11 @@ fn halves_like(half: &Entry) -> Halves {
 /// busier than memory does.
 fn tenths_in_pairs(entry: &Entry, device: &DeviceInfo) -> u32 {
     let tenths = tenths_of_block(entry);
-    match entry.codes {
+    match entry.formats {
         _ if !device.has(Capability::Clusters) => tenths,
-        None => tenths.max(18),
-        Some(Format::Int4) => tenths,
-        Some(_) => tenths.max(17),
+        [] => tenths.max(18),
+        [Format::Int4] => tenths,
+        _ => tenths.max(17),
     }
 }
 
@@ -267,10 +260,10 @@ fn tenths_in_pairs(entry: &Entry, device: &DeviceInfo) -> u32 {
 /// block busier than memory does (`docs/perf-log.md`). Where these are multiplied without `wgmma`
 /// every SM has to take part, which is an estimate.
 fn tenths_of_block(entry: &Entry) -> u32 {
-    match (entry.rows, entry.codes) {
+    match (entry.rows, entry.formats) {
         (33.., _) if has_wgmma(entry) => 13,
         (33.., _) => 20,
-        (_, Some(Format::Int4)) => 12,
+        (_, [Format::Int4]) => 12,
         _ => 10,
     }
 }
@@ -357,7 +350,7 @@ pub(super) fn attention_params(kernel: &Kernel, job: &Job<'_>) -> Result<Attenti
 }
 
 pub(super) fn in_bytes(kernel: &Kernel, p: &Problem, params: AttentionParams) -> AttentionParams {
-    let Some(how) = p.quantized.filter(|_| kernel.entry.codes.is_some()) else {
+    let Some(how) = p.quantized.filter(|_| !kernel.entry.formats.is_empty()) else {
         return params;
     };
     let per_byte = how.codes_per_element() as u64;
@@ -394,6 +387,8 @@ pub(super) fn step_params(
         overlap: overlap(p, appends, job.task),
         ahead: u32::from(asks_ahead(p, kernel, appends && p.new_len > 0)),
         scales: scales(p),
+        format: format(p),
+        reserved: 0,
         attention,
     })
 }

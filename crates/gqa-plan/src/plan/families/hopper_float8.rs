@@ -164,7 +164,7 @@ impl<'a> Operands<'a> {
         rows: Rows,
         fused: bool,
     ) -> Result<Launch> {
-        let entry = find(Role::Operands, Some(attention.dtype), None)?;
+        let entry = find(Role::Operands, Some(attention.dtype))?;
         let stride = position_stride(p)?;
         let params = Float8OperandsParams {
             attention: *self.params,

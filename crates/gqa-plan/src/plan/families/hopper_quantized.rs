@@ -73,7 +73,7 @@ pub(super) fn converting_pays(call: &Call<'_>, entry: &Entry) -> Result<(), Reje
     let p = call.problem;
     // Query rows of a group: fewer where keys are converted, too, and more over blocks, which take
     // one more launch to be dequantized.
-    let of_contiguous: u16 = if entry.codes.is_some() { 1024 } else { 512 };
+    let of_contiguous: u16 = if entry.formats.is_empty() { 512 } else { 1024 };
     let max = if p.pages.is_some() { 2 * of_contiguous } else { of_contiguous };
     if call.options.force.is_some() {
         return Ok(());
