@@ -9,7 +9,9 @@ use crate::fault::{Fault, FaultKind};
 use crate::panics;
 use crate::schedule::{self, Kernel, Machine, Random};
 use rayon::prelude::*;
+use std::mem;
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
+use std::sync::{Mutex, PoisonError};
 
 /// Dynamic shared memory a block can have: 227 KiB, as on Hopper.
 pub const MAX_SHARED_BYTES: u32 = 227 * 1024;
@@ -100,11 +102,29 @@ impl Report {
     }
 }
 
-/// Runs `kernel` once for every thread of the grid.
+/// A loop: calls its second argument once with each number below the first, on any threads, and
+/// returns when all of these calls have.
+pub type Loop<'a> = &'a dyn Fn(usize, &(dyn Fn(usize) + Sync));
+
+/// Runs `kernel` once for every thread of the grid. Clusters run in parallel, on rayon's threads.
 ///
 /// # Errors
 /// The fault of the lowest block that has one.
 pub fn launch(
+    launch: &Launch<'_>,
+    kernel: Kernel<'_>,
+    arguments: &[Arg<'_>],
+) -> Result<Report, Fault> {
+    launch_by(&|count, part| (0..count).into_par_iter().for_each(part), launch, kernel, arguments)
+}
+
+/// [`launch`] with clusters in a loop of the caller's: a process that was forked has none of
+/// rayon's threads.
+///
+/// # Errors
+/// As [`launch`].
+pub fn launch_by(
+    each: Loop<'_>,
     launch: &Launch<'_>,
     kernel: Kernel<'_>,
     arguments: &[Arg<'_>],
@@ -122,7 +142,7 @@ pub fn launch(
     let clusters = blocks / launch.cluster;
     let report = match order {
         Some(order) => run_in_turns(machine, clusters, order),
-        None => run_apart(machine, clusters),
+        None => run_apart(machine, clusters, each),
     };
     let report = report.map_err(|(number, kind)| fault(Some(index(number, launch.grid)), kind))?;
     match arguments.write_conflict() {
@@ -173,7 +193,7 @@ type Outcome = Result<Report, (u32, FaultKind)>;
 
 /// Clusters run in parallel. After a fault only lower ones still start, so that the lowest fault is
 /// always the one found.
-fn run_apart(machine: Machine<'_>, clusters: u32) -> Outcome {
+fn run_apart(machine: Machine<'_>, clusters: u32, each: Loop<'_>) -> Outcome {
     let lowest_fault = AtomicU32::new(u32::MAX);
     let run = |number| {
         if number > lowest_fault.load(Relaxed) {
@@ -187,10 +207,22 @@ fn run_apart(machine: Machine<'_>, clusters: u32) -> Outcome {
         (Err(a), Err(b)) => Err(if a.0 < b.0 { a } else { b }),
         (Err(fault), _) | (_, Err(fault)) => Err(fault),
     };
-    match clusters {
-        1 => run(0),
-        _ => (0..clusters).into_par_iter().map(run).reduce(|| Ok(Report::default()), join),
+    if clusters == 1 {
+        return run(0);
     }
+    // Counted here: whatever the loop does, no cluster runs twice.
+    let (next, outcome) = (AtomicU32::new(0), Mutex::new(Ok(Report::default())));
+    each(clusters as usize, &|_| {
+        let number = next.fetch_add(1, Relaxed);
+        if number >= clusters {
+            return;
+        }
+        let of_cluster = run(number);
+        let mut outcome = outcome.lock().unwrap_or_else(PoisonError::into_inner);
+        let others = mem::replace(&mut *outcome, Ok(Report::default()));
+        *outcome = join(others, of_cluster);
+    });
+    outcome.into_inner().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Clusters that take turns in a launch whose blocks communicate: a few, of up to so many blocks

@@ -54,5 +54,5 @@ mod stack;
 pub use arguments::{Arg, Arguments};
 pub use fault::{Agent, Fault, FaultKind, Hazard, Place, Standstill, Threads};
 pub use hopper::{Swizzle, TensorLayout};
-pub use launch::{Launch, MAX_SHARED_BYTES, Report, launch};
+pub use launch::{Launch, Loop, MAX_SHARED_BYTES, Report, launch, launch_by};
 pub use schedule::Kernel;

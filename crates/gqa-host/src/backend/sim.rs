@@ -1,5 +1,6 @@
 //! Problems on the simulated GPU: the same launches as on a real one, with host memory bound.
 
+use super::cpu::{Executor, Rayon};
 use super::{Backend, Io, Machine, strided};
 use crate::plan::{Arg, DeviceInfo, Launch, Plan, PlanOptions, TensorId, TensorMap, plan};
 use crate::{CacheBinding, Error, Problem, Result, Tensor};
@@ -75,7 +76,9 @@ impl Sim {
             // One that overlaps the launch ahead waits in the end, for what runs behind it here.
             programmatic: programmatic && !launch.overlaps(),
         };
-        gqa_sim::launch(&shape, &entry.simulate, &arguments).map(drop).map_err(Error::machine)
+        let by = |count, part: &(dyn Fn(usize) + Sync)| Rayon.for_each(count, part);
+        let run = gqa_sim::launch_by(&by, &shape, &entry.simulate, &arguments);
+        run.map(drop).map_err(Error::machine)
     }
 }
 

@@ -193,7 +193,14 @@ mod tests {
             to.iter().all(|&x| x == 2.0) && to_lse.iter().all(|&x| x == 2f32.ln())
         };
         assert!(merged() && in_fork(merged), "a merge in a child");
-        for backend in [&Cpu::default() as &dyn Backend, &Reference] {
+        #[cfg(feature = "sim")]
+        let sim = crate::backend::sim::Sim::default();
+        for backend in [
+            &Cpu::default() as &dyn Backend,
+            &Reference,
+            #[cfg(feature = "sim")]
+            &sim,
+        ] {
             assert!(attends(backend), "{}", backend.name());
             assert!(in_fork(|| attends(backend)), "{} in a child", backend.name());
         }
