@@ -13,7 +13,7 @@
 //! | separate cache | `concat_new_to_past_kv`, which rotates K, and `rotary_embedding` for Q; `concat_rows` where rows are no vectors |
 //! | quantized cache | as a shared one, of numbers in scratch, and then `quantize_kv`: quantized values of new rows, numbers of all |
 //! | external cache | none |
-//! | a paged KV cache | `qk_norm`, `paged_append`, `paged_gather`; after attention `paged_scatter`; `decode_paged` needs `qk_norm` only, `hopper_paged` and `tiled_paged` that and `paged_append` |
+//! | a paged KV cache | `qk_norm`, `paged_append`, `paged_gather`; after attention `paged_scatter` and `paged_gaps`; `decode_paged` needs `qk_norm` only, `hopper_paged` and `tiled_paged` that and `paged_append` |
 //! | a rolling KV cache | `rolling_kv` or `rolling_lengths`, and what the rest of this table says; where rows are several, `rolling_kv` after attention |
 //! | nothing to append | `rotary_embedding` for Q |
 //!
