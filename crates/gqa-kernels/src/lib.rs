@@ -1,12 +1,12 @@
 //! Every kernel of the project, written once.
 //!
 //! Built for `nvptx64-nvidia-cuda` this crate is `no_std` and its entry points become PTX. Built
-//! for the host, the same functions run on [`gqa_sim`], a CUDA-like machine on the CPU, which is
-//! how they are tested at every commit.
+//! for the host, the same functions run on [`gqa_sim`], a CUDA-like machine on the CPU, which runs
+//! their tests at every commit.
 //!
-//! Reading order: [`registry`] (which kernels exist), [`params`] (what they are told), [`concept`]
-//! (what attention means), [`attention`] and [`prologue`] (the algorithms), [`tile`] (fragments and
-//! copies), [`simt`] (the machine).
+//! Reading order: [`registry`] (which kernels exist), [`params`] (their parameters), [`concept`]
+//! (the semantics of attention), [`attention`] and [`prologue`] (the algorithms), [`tile`]
+//! (fragments and copies), [`simt`] (the machine).
 #![cfg_attr(target_arch = "nvptx64", no_std)]
 #![cfg_attr(
     target_arch = "nvptx64",

@@ -1,26 +1,27 @@
-//! Which keys a query row sees, with windows to both sides and every alignment: still one range.
+//! Which keys a query row sees, with windows on both sides and every alignment: still one range.
 
 use super::mask::Visible;
 use crate::params::{MaskedParams, alignment};
 
-/// The rule for one batch entry.
+/// The visibility rule of one batch entry.
 #[derive(Clone, Copy, Debug)]
 pub struct Band {
     /// Valid keys.
     pub total: u32,
     /// Position of query row 0; negative where there are more rows than keys.
     position: i64,
-    /// Whether rows at or behind the sequence's length are padding.
+    /// Whether rows past the sequence's end are padding.
     padded: bool,
     left: u32,
     right: u32,
-    /// Keys from there on are not seen.
+    /// Keys from this one on are hidden.
     limit: u32,
 }
 
 impl Band {
-    /// Of the entry whose last valid key that is, clamped to what the buffers hold so that no value
-    /// on the device can lead outside them. A negative value means an empty sequence.
+    /// The rule of the entry whose last valid key is `last_index`, clamped to the size of the
+    /// buffers so that no value on the device can cause accesses outside of them. A negative value
+    /// means an empty sequence.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn new(last_index: i32, p: &MaskedParams) -> Self {
         let (capacity, q_len) = (p.attention.capacity, p.attention.q_len);
@@ -42,8 +43,8 @@ impl Band {
         }
     }
 
-    /// What query row `s` sees. Both ends grow with the row, also where nothing lies between them;
-    /// padding sees nothing.
+    /// The keys that query row `s` sees. Both ends grow with the row, even where the range is
+    /// empty; padding sees no key.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn visible(&self, s: u32) -> Visible {
         let at = self.position + s as i64;
@@ -57,7 +58,7 @@ impl Band {
         Visible { first, end }
     }
 
-    /// The keys that some of the rows `first ..= last` sees, or that lie between such keys.
+    /// The smallest range that contains the keys of all rows `first ..= last`.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn visible_to(&self, first: u32, last: u32) -> Visible {
         let mut last = last;

@@ -9,13 +9,13 @@ pub struct Group {
 }
 
 impl Group {
-    /// Query heads shared among KV heads. Neither is 0, and saying so spares the device the check.
+    /// Query heads per KV head. Neither count is 0; max(1) spares the division by zero check.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn new(q_heads: u32, kv_heads: u32) -> Self {
         Self { size: (q_heads / kv_heads.max(1)).max(1) }
     }
 
-    /// Rows that `q_len` query rows make.
+    /// Packed rows of `q_len` query rows.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn rows(self, q_len: u32) -> u32 {
         q_len * self.size

@@ -11,17 +11,17 @@ pub struct Visible {
     pub end: u32,
 }
 
-/// The rule shared by all rows of a call.
+/// The visibility rule of all rows of a call.
 #[derive(Clone, Copy, Debug)]
 pub struct Mask {
-    /// Row at position p sees keys 0..=p only.
+    /// Whether a row at position p sees only the keys 0..=p.
     pub causal: bool,
-    /// Newest visible keys, the row's own included; 0: no window.
+    /// Number of newest visible keys, the row's own included; 0: no window.
     pub window: u32,
 }
 
 impl Mask {
-    /// What query row `s` of a sequence sees. Padding rows see nothing.
+    /// The keys that query row `s` of a sequence sees. Padding rows see none.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn visible(self, seqlen: Seqlen, s: u32) -> Visible {
         if !seqlen.is_token(s) {

@@ -1,4 +1,4 @@
-//! What attention means, without hardware: lengths, masks, the online softmax, heads.
+//! The semantics of attention, without hardware: lengths, masks, the online softmax, heads.
 
 pub mod band;
 pub mod heads;

@@ -1,4 +1,4 @@
-//! How many rows of a sequence exist, and where this call's rows stand in it.
+//! The length of a sequence, and the positions of this call's rows in it.
 
 /// Lengths of one batch entry. `seqlens_k` holds the index of the last valid token, so the length
 /// is one more.
@@ -6,14 +6,14 @@
 pub struct Seqlen {
     /// Valid keys, the new ones included.
     pub total: u32,
-    /// Valid keys before this call; also the position of query row 0. Where there are fewer keys
-    /// than rows, as a sequence over a [paged KV cache](super::pages) may have it, it wraps below 0.
+    /// Valid keys before this call; also the position of query row 0. Wraps below 0 where there are
+    /// fewer keys than rows, which sequences over a [paged KV cache](super::pages) may have.
     pub past: u32,
 }
 
 impl Seqlen {
-    /// From the entry's `seqlens_k`, clamped to what the buffers hold so that no value on the
-    /// device can lead outside them. A negative value means an empty sequence.
+    /// From the entry's `seqlens_k`, clamped to the size of the buffers so that no value on the
+    /// device can cause accesses outside of them. A negative value means an empty sequence.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn new(last_index: i32, q_len: u32, capacity: u32, first_prompt: bool) -> Self {
         let total =
@@ -22,13 +22,14 @@ impl Seqlen {
         Self { total, past }
     }
 
-    /// This call's rows.
+    /// Rows of this call.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn new_rows(self) -> u32 {
         self.total.wrapping_sub(self.past)
     }
 
-    /// Whether query row `s` is a token of the sequence: neither padding nor one without a key.
+    /// Whether query row `s` is a token of the sequence, rather than padding or a row without a
+    /// key.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn is_token(self, s: u32) -> bool {
         self.past.wrapping_add(s) < self.total

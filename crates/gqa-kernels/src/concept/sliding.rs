@@ -1,20 +1,20 @@
 //! Which rows a rolling KV cache holds: a sequence may be longer than the cache, and each of its
-//! rows sees the newest ones only.
+//! tokens sees only the newest rows.
 
-/// Sizes of such a cache.
+/// Sizes of a rolling KV cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Sliding {
-    /// Newest rows that a row sees, its own included.
+    /// Newest rows that a token sees, its own included.
     pub window: u32,
     /// Rows of the cache; at least `window`.
     pub capacity: u32,
 }
 
 impl Sliding {
-    /// Rows that the cache holds of a sequence of `total`, its newest, in their order, from row 0
-    /// on. All of them while they fit; then the oldest go in blocks of `capacity - window + 1`, so
-    /// that `window` or more remain and not every step has to move rows (the rule of ONNX Runtime
-    /// 1.31's operator).
+    /// Rows that the cache holds of a sequence of `total` rows: the newest, in order, from row 0
+    /// on. All of them while they fit; then groups of `capacity - window + 1` of the oldest rows
+    /// are evicted, so that at least `window` remain and not every step moves rows (the rule of
+    /// ONNX Runtime 1.31's operator).
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub const fn resident(self, total: u32) -> u32 {
         if total <= self.capacity {
@@ -24,7 +24,7 @@ impl Sliding {
         total - (total - self.capacity).div_ceil(block) * block
     }
 
-    /// What a call does to a sequence of `total` rows, of which the last ones, behind `past`, are
+    /// The effect of a call on a sequence of `total` rows, of which the rows from `past` on are
     /// new.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub const fn slide(self, past: u32, total: u32) -> Slide {
@@ -37,13 +37,13 @@ impl Sliding {
 /// A sequence's rows in the cache, before and after a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Slide {
-    /// Rows of the sequence before the call, in the cache or not.
+    /// Rows of the sequence before the call, in the cache or evicted.
     pub past: u32,
-    /// Likewise after the call.
+    /// Rows of the sequence after the call.
     pub total: u32,
-    /// Rows in the cache before the call, and the new ones.
+    /// Rows in the cache before the call plus new rows.
     pub joined: u32,
-    /// How many of these, the oldest, are not in the cache after it.
+    /// Number of these, the oldest, that are no longer in the cache after the call.
     pub evicted: u32,
     /// Rows in the cache after the call.
     pub after: u32,
@@ -53,7 +53,7 @@ pub struct Slide {
 mod tests {
     use super::*;
 
-    /// As ONNX Runtime 1.31.1 leaves its cache.
+    /// The rows that ONNX Runtime 1.31.1 keeps in its cache.
     #[test]
     fn rows_go_in_blocks() {
         let cache = Sliding { window: 4, capacity: 6 };

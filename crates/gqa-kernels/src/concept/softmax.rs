@@ -1,17 +1,16 @@
-//! The online softmax: a running maximum and sum that meet new scores, or another such state, and
-//! can be finished at any time (Milakov and Gimelshein, 2018; FlashAttention, 2022).
+//! The online softmax: a running maximum and sum, which new scores or another such state update,
+//! and which can be finished at any time (Milakov and Gimelshein, 2018; FlashAttention, 2022).
 
 use crate::simt::{exp2, fma, log2, max, rcp};
 
-/// log2(e): scores are scaled by it once so that each exponential is a single `exp2`.
+/// log2(e): scores are multiplied by it once so that each exponential is a single `exp2`.
 pub const LOG2_E: f32 = core::f32::consts::LOG2_E;
 const LN_2: f32 = core::f32::consts::LN_2;
 
-/// Maximum and sum of one row's scores in the log2 domain; what it multiplied is the caller's to
-/// rescale.
+/// Maximum and sum of one row's scores in the log2 domain; the caller rescales its accumulators.
 #[derive(Clone, Copy, Debug)]
 pub struct SoftmaxState {
-    /// Largest score so far times log2(e); -inf where none was seen.
+    /// Largest score so far times log2(e); -inf before the first.
     pub max: f32,
     /// Sum of `exp2(score·log2(e) - max)`.
     pub sum: f32,
@@ -21,8 +20,7 @@ impl SoftmaxState {
     /// No scores yet.
     pub const EMPTY: Self = Self { max: f32::NEG_INFINITY, sum: 0.0 };
 
-    /// Raises the maximum to `new_max` and returns the factor that what was accumulated so far must
-    /// be multiplied by.
+    /// Raises the maximum to `new_max` and returns the rescale factor of the accumulators.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn raise(&mut self, new_max: f32) -> f32 {
         let max = max(self.max, new_max);
@@ -32,21 +30,21 @@ impl SoftmaxState {
         factor
     }
 
-    /// Weight of a score (times log2(e)) against the current maximum.
+    /// Element of P of a score (times log2(e)), with the current maximum.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn weight(&self, score: f32) -> f32 {
         exp2(score - Self::finite(self.max))
     }
 
-    /// Weight of `score · factor` against the current maximum: one multiply-add and one
+    /// Element of P of `score · factor`, with the current maximum: one multiply-add and one
     /// exponential.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn scaled_weight(&self, score: f32, factor: f32) -> f32 {
         exp2(fma(score, factor, -Self::finite(self.max)))
     }
 
-    /// A sink logit (times log2(e)) joins the denominator; returns the factor for what was
-    /// accumulated.
+    /// Adds an attention sink, a logit times log2(e), to the denominator; returns the rescale
+    /// factor of the accumulators.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn join_sink(&mut self, sink: f32) -> f32 {
         let factor = self.raise(sink);
@@ -54,14 +52,14 @@ impl SoftmaxState {
         factor
     }
 
-    /// What the accumulator must be multiplied by in the end: 1/sum, or 0 where nothing was
-    /// visible. NaN stays NaN.
+    /// The factor that normalises the accumulators: 1/sum, or 0 where no key was visible. NaN stays
+    /// NaN.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn normaliser(&self) -> f32 {
         if self.sum == 0.0 { 0.0 } else { rcp(self.sum) }
     }
 
-    /// Natural logarithm of the denominator; -inf where nothing was visible. NaN stays NaN.
+    /// Natural logarithm of the denominator; -inf where no key was visible. NaN stays NaN.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn log_sum_exp(&self) -> f32 {
         if self.sum == 0.0 { f32::NEG_INFINITY } else { (self.max + log2(self.sum)) * LN_2 }
@@ -74,12 +72,12 @@ impl SoftmaxState {
     }
 }
 
-/// The same state on scores as they are. The factor log2(e) is applied to differences only, so
-/// scores of any size, a bias of -10000 or of the lowest number among them, lose nothing; it costs
-/// a subtraction and a multiplication per score.
+/// [`SoftmaxState`] on scores in natural units. Only differences are multiplied by log2(e), so
+/// scores of any size stay exact, including a bias of -10000 or of the lowest f32; it costs a
+/// subtraction and a multiplication per score.
 #[derive(Clone, Copy, Debug)]
 pub struct PlainState {
-    /// Largest score so far; -inf where none was seen.
+    /// Largest score so far; -inf before the first.
     pub max: f32,
     /// Sum of `exp(score - max)`.
     pub sum: f32,
@@ -89,8 +87,7 @@ impl PlainState {
     /// No scores yet.
     pub const EMPTY: Self = Self { max: f32::NEG_INFINITY, sum: 0.0 };
 
-    /// Raises the maximum to `new_max` and returns the factor that what was accumulated so far must
-    /// be multiplied by.
+    /// Raises the maximum to `new_max` and returns the rescale factor of the accumulators.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn raise(&mut self, new_max: f32) -> f32 {
         let max = max(self.max, new_max);
@@ -100,13 +97,14 @@ impl PlainState {
         factor
     }
 
-    /// Weight of a score against the current maximum.
+    /// Element of P of a score, with the current maximum.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn weight(&self, score: f32) -> f32 {
         exp2((score - SoftmaxState::finite(self.max)) * LOG2_E)
     }
 
-    /// A sink logit joins the denominator; returns the factor for what was accumulated.
+    /// Adds an attention sink's logit to the denominator; returns the rescale factor of the
+    /// accumulators.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn join_sink(&mut self, sink: f32) -> f32 {
         let factor = self.raise(sink);

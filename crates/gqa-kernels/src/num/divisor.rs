@@ -1,4 +1,4 @@
-//! Division by one number again and again.
+//! Repeated division by the same number.
 
 use crate::simt::fma;
 
@@ -10,30 +10,31 @@ pub struct Divisor {
 }
 
 impl Divisor {
-    /// To divide by `value`.
+    /// For division by `value`.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn new(value: f32) -> Self {
         Self { value, inverse: 1.0 / value }
     }
 
-    /// The number itself.
+    /// The divisor.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn value(self) -> f32 {
         self.value
     }
 
-    /// `x` divided by the number: rounded to nearest where the number is between 2^-60 and 2^100
-    /// in size and the quotient between 2^-20 and 2^20; smaller and larger ones stay so.
+    /// `x` divided by the divisor, rounded to nearest if the divisor's magnitude is between 2^-60
+    /// and 2^100 and the quotient's between 2^-20 and 2^20; smaller and larger quotients stay
+    /// smaller and larger.
     ///
-    /// The product with the inverse is off by little, and what it lacks is found without rounding
-    /// (Markstein, "Computation of elementary functions on the IBM RISC System/6000 processor",
-    /// 1990).
+    /// The product with the inverse is close; a fused multiply-add gives its error exactly, which
+    /// corrects it (Markstein, "Computation of elementary functions on the IBM RISC System/6000
+    /// processor", 1990).
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn divide(self, x: f32) -> f32 {
         const LARGE: f32 = 1_048_576.0;
         let near = x * self.inverse;
         let rest = fma(-near, self.value, x);
-        // Of an infinite product there is no rest. A sum of zeros would be positive.
+        // An infinite product has no remainder. copysign: a sum of zeros would be positive.
         if near.abs() < LARGE { fma(rest, self.inverse, near).copysign(near) } else { near }
     }
 }
@@ -44,7 +45,7 @@ mod tests {
     use proptest::prelude::*;
 
     proptest! {
-        /// Of any numbers, and of such that quotients are halves or near them.
+        /// Arbitrary numbers, and numbers whose quotients are halves or near them.
         #[test]
         fn quotients_are_those_of_a_division(
             exponent in 67..=226u32, mantissa in 0..1u32 << 23, x in any::<f32>(), halves in -2000..2000i32,

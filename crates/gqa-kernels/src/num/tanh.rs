@@ -3,7 +3,7 @@
 use crate::concept::softmax::LOG2_E;
 use crate::simt::{exp2, fma, rcp};
 
-/// Below, `1 - 2/(e^2x + 1)` cancels and a polynomial is as short.
+/// Below this, `1 - 2/(e^2x + 1)` cancels; a polynomial is as short.
 const SMALL: f32 = 0.6;
 /// tanh(x) = x + x³·P(x²) for |x| < [`SMALL`], interpolated at Chebyshev nodes; highest power
 /// first.

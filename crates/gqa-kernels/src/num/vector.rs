@@ -3,8 +3,8 @@
 use super::Element;
 use bytemuck::cast;
 
-/// The elements of a 16-byte vector; of the eight values the first [`Element::PER_VEC`] are
-/// meaningful, the others 0.
+/// The elements of a 16-byte vector: the first [`Element::PER_VEC`] of the eight values; the others
+/// are 0.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn unpack<T: Element>(words: [u32; 4]) -> [f32; 8] {
     let mut values = [0.0; 8];
@@ -17,7 +17,7 @@ pub fn unpack<T: Element>(words: [u32; 4]) -> [f32; 8] {
     values
 }
 
-/// As [`pack`], by [`Element::pair`].
+/// [`pack`] that rounds pairs by [`Element::pair`].
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn pack_pairs<T: Element>(values: [f32; 8]) -> [u32; 4] {
     match const { size_of::<T>() } {

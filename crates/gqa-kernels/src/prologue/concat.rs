@@ -1,8 +1,8 @@
-//! Past and present are separate: present becomes the past's valid rows, then the new rows, then
+//! Separate past and present: present becomes the valid rows of past, then the new rows, then
 //! zeros.
 //!
-//! One thread writes one 16-byte vector of present; the grid walks present in memory order, K and V
-//! together:
+//! One thread writes one 16-byte vector of present; the grid strides over present in memory order,
+//! K and V together:
 //!
 //! | cache row `j` of batch entry `b` | receives |
 //! |---|---|
@@ -10,11 +10,11 @@
 //! | `past_b .. total_b` | new row `j - past_b`, K rotated |
 //! | `total_b .. capacity` | 0 |
 //!
-//! So every row of present is written, whatever it held. Where no rows are new (`new_len` 0) all
-//! `total_b` come from past.
+//! So every row of present is written, whatever it held. Without new rows (`new_len` 0) all
+//! `total_b` rows come from past.
 //!
-//! `concat_rows` does the same for K or V alone where past is the same for every sequence and rows
-//! are of any size, element by element.
+//! `concat_rows` does the same for K or V alone, element by element: for rows of any size, where
+//! all sequences have the same number of past rows.
 
 use super::rope::Rope;
 use super::seqlen;
@@ -24,25 +24,25 @@ use crate::num::Element;
 use crate::params::PrologueParams;
 use crate::simt::Global;
 
-/// Rows of a sequence that are not new: without new ones all that there are.
+/// Rows of a sequence that are not new; all rows if none is new.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) fn rows_before(seqlen: Seqlen, p: &PrologueParams) -> u32 {
     if p.new_len == 0 { seqlen.total } else { seqlen.past }
 }
 
-/// Where a row of present comes from.
+/// Source of a row of present.
 pub(super) enum Source {
     /// The same row of past.
     Past,
-    /// This new row.
+    /// A new row.
     New(u32),
-    /// Nowhere: zeros.
+    /// Zeros.
     Nothing,
 }
 
 impl Source {
-    /// Of present's `row`. No length on the device, however wrong, leads outside past or the new
-    /// rows.
+    /// The source of `row` of present. No length on the device, however wrong, causes an access
+    /// outside past or the new rows.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn of(row: u32, seqlen: Seqlen, p: &PrologueParams) -> Self {
         let copied = rows_before(seqlen, p);
@@ -102,8 +102,8 @@ pub fn concat_rows_size(p: &PrologueParams) -> [u32; 4] {
     [p.batch, p.kv_heads, p.capacity, p.head_size]
 }
 
-/// Copies past and appends new rows, of K or of V; `past` has as many rows in every sequence, all
-/// of them valid.
+/// Copies past and appends new rows, of K or of V; every sequence has the same number of `past`
+/// rows, all valid.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn concat_rows<T: Element>(
     past: Global<T>,

@@ -1,5 +1,4 @@
-//! `qk_norm`: each head's row of queries and keys divided by its root mean square, before it
-//! rotates.
+//! `qk_norm`: RMS norm of each head of queries and keys, before the rotary embedding.
 //!
 //! ```text
 //! y[i] = x[i] / sqrt(mean(x²) + epsilon) · weight[i]
@@ -8,8 +7,8 @@
 //! Tensors: q, k as given and q_out, k_out (batch, head, row, head size) with their strides;
 //! q_norm_weight, k_norm_weight (head size). Head sizes are multiples of 8.
 //!
-//! Neighbouring lanes of a warp share a row, as many as it has vectors if they are so many;
-//! shuffles add up their squares. Arithmetic in f32, one rounding to `T`.
+//! Neighbouring lanes of a warp share a row, at most one per vector; shuffles add up their squares.
+//! Arithmetic in f32, one rounding to `T`.
 
 use super::walk::Walk;
 use crate::num::{Element, pack_pairs, unpack};
@@ -22,8 +21,8 @@ fn lanes(p: &PrologueParams, per_vec: u32) -> u32 {
     (p.head_size / per_vec).next_power_of_two().min(32)
 }
 
-/// Index space of [`qk_norm`]: (batch, row, Q heads and then K heads, lane). Without new keys there
-/// are Q heads only.
+/// Index space of [`qk_norm`]: (batch, row, Q heads and then K heads, lane). Only Q heads without
+/// new keys.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn qk_norm_size(p: &PrologueParams, per_vec: u32) -> [u32; 4] {
     let kv_heads = if p.new_len == 0 { 0 } else { p.kv_heads };
@@ -54,7 +53,7 @@ pub fn qk_norm<T: Element>(
                 [(from, strides), (to, to_strides)].map(|(x, at)| x.offset(at.at(b, head, s)));
             Share { from, weight, to, lane }
         });
-        // Lanes whose rows are done still take part in the shuffles of others.
+        // Lanes without a row left still take part in the shuffles of others.
         if !any_sync(share.is_some()) {
             return;
         }
@@ -83,8 +82,8 @@ impl<T: Element> Share<T> {
     /// First elements of the vectors.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn vectors(&self, p: &PrologueParams) -> impl Iterator<Item = usize> {
-        // Unrolled, the loops would take twice the registers, and half the blocks read half as
-        // fast.
+        // Unrolled, the loops would take twice the registers: half as many CTAs fit an SM and read
+        // half as fast.
         let step = lanes(p, T::PER_VEC) * T::PER_VEC;
         Rolled(self.lane * T::PER_VEC..p.head_size, step).map(|e| e as usize)
     }
@@ -97,7 +96,7 @@ impl<T: Element> Share<T> {
         })
     }
 
-    /// Each element times `factor` and its weight.
+    /// Writes each element times `factor` and its weight.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn write(&self, factor: f32, p: &PrologueParams) {
         for e in self.vectors(p) {

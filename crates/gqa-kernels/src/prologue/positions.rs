@@ -1,5 +1,5 @@
-//! Positions as a tensor of their own, for rotary embeddings that take them explicitly; the other
-//! kernels read `seqlens_k`.
+//! Writes position_ids for callers of rotary embeddings that need them; the other kernels compute
+//! positions from `seqlens_k`.
 
 use super::seqlen;
 use super::walk::Walk;

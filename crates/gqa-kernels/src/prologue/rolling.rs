@@ -1,30 +1,32 @@
-//! A rolling KV cache ([`concept::sliding`](crate::concept::sliding)): to all other kernels it is
-//! one whose row 0 is the oldest row that it holds, so they are given lengths, positions and bias
-//! that count from there.
+//! A rolling KV cache ([`concept::sliding`](crate::concept::sliding)). Its row 0 is the oldest row
+//! that it still holds, and all other kernels treat it as an ordinary cache: they get lengths,
+//! positions and bias columns that count from row 0.
 //!
 //! | kernel | does |
 //! |---|---|
-//! | `rolling_kv` | moves the rows that stay to the front, in place or from another cache; ahead of a token's attention it also does what `rolling_lengths` does |
-//! | `rolling_lengths` | lengths in the cache from those of the sequences, and positions in these |
-//! | `rolling_bias` | the columns of attention_bias that are the cache's rows |
+//! | `rolling_kv` | moves the remaining rows to the front, in place or from another cache; in a decode step it also does the work of `rolling_lengths` |
+//! | `rolling_lengths` | lengths in the cache, and positions, from the lengths of the sequences |
+//! | `rolling_bias` | copies the columns of attention_bias for the rows in the cache |
 //!
-//! A token's row finds room at once: `rolling_kv`, then the step on what is left. Several new rows
-//! do not, because the first of them sees rows that the last ones evict: attention has a cache in
-//! scratch with room for all, from which `rolling_kv` takes the rows that stay.
+//! In a decode step the new row always fits: `rolling_kv` evicts first, then attention appends it.
+//! Several new rows may not fit, because the first of them sees rows that the last ones evict. Then
+//! attention uses a cache in scratch memory with room for all, and `rolling_kv` copies the
+//! remaining rows from it.
 //!
-//! | row `j` of the cache, after the call | of the cache `rolling_kv` reads |
+//! | row `j` of the cache, after the call | row of the cache that `rolling_kv` reads |
 //! |---|---|
 //! | `0 .. kept` | row `j + evicted` |
-//! | `kept .. capacity` | as it was, or 0 if `clears` |
+//! | `kept .. capacity` | unchanged, or 0 if `clears` |
 //!
-//! `kept` is what the cache holds after the call, less the token's row where that is still to come.
+//! `kept` is the number of rows in the cache after the call, minus one in a decode step, whose new
+//! row is appended later.
 //!
-//! **Grid** of `rolling_kv`: blocks walk over (batch, key heads and then value heads, four columns
-//! of 16 bytes). A block moves 512 rows at a time: in place all of them are read before one is
-//! written, and no later ones have been written by then. **Tensors**: from_k, from_v (batch, KV
-//! head, from_rows, bytes of a row), to_k, to_v likewise with `capacity` rows; seqlens_k and
-//! lengths (batch); position_ids (batch, S); bias (batch or 1, query head or 1, S, columns) and
-//! bias_out (batch, query head or 1, S, rows).
+//! **Grid** of `rolling_kv`: CTAs stride over (batch, key heads and then value heads, four columns
+//! of 16 bytes). A CTA moves 512 rows at a time: in place, it reads all of them before it writes
+//! one, and the rows after them are still unwritten. **Tensors**: from_k, from_v (batch, KV head,
+//! from_rows, bytes of a row), to_k, to_v likewise with `capacity` rows; seqlens_k and lengths
+//! (batch); position_ids (batch, S); bias (batch or 1, query head or 1, S, columns) and bias_out
+//! (batch, query head or 1, S, rows).
 
 use super::THREADS;
 use super::walk::Walk;
@@ -33,14 +35,14 @@ use crate::num::Element;
 use crate::params::{RollingBiasParams, RollingParams};
 use crate::simt::{Global, sync_threads, thread_idx};
 
-/// Vectors of 16 bytes side by side that a block moves: two sectors of memory.
+/// Neighbouring 16-byte vectors that a CTA moves: two sectors of memory.
 const COLUMNS: u32 = 4;
-/// Vectors of a thread that are under way together.
+/// Vectors that a thread keeps in flight.
 const UNDER_WAY: usize = 8;
-/// Rows that the threads of a block reach at once.
+/// Rows that the threads of a CTA access at a time.
 const ROWS: u32 = THREADS / COLUMNS;
 
-/// The rows of batch entry `b`, whatever its length on the device: never more new rows than the
+/// The rows of batch entry `b`, whatever its length on the device: at most as many new rows as the
 /// call has.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn slide(p: &RollingParams, seqlens_k: Global<i32>, b: u32) -> Slide {
@@ -51,20 +53,20 @@ fn slide(p: &RollingParams, seqlens_k: Global<i32>, b: u32) -> Slide {
     Sliding { window: p.window, capacity: p.capacity }.slide(past, total)
 }
 
-/// Rows that attention finds in the cache it reads.
+/// Rows in the cache that attention reads.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn attended(p: &RollingParams, slide: Slide) -> u32 {
     if p.staged != 0 { slide.joined } else { slide.after }
 }
 
-/// Index space of the blocks of [`rolling_kv`]: (batch, key heads and then value heads, 1, group of
+/// Index space of the CTAs of [`rolling_kv`]: (batch, key heads and then value heads, 1, group of
 /// columns).
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn rolling_kv_size(p: &RollingParams) -> [u32; 4] {
     [p.batch, 2 * p.kv_heads, 1, p.row_vectors.div_ceil(COLUMNS)]
 }
 
-/// Moves the rows that stay to the front.
+/// Moves the remaining rows to the front.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn rolling_kv(
     from_k: Global<u8>,
@@ -95,7 +97,7 @@ pub fn rolling_kv(
     }
 }
 
-/// Byte of a vector in a row.
+/// Byte offset of a vector of a row.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn index(p: &RollingParams, row: usize, column: u32) -> usize {
     (row * p.row_vectors as usize + column as usize) * 16
@@ -111,7 +113,7 @@ struct Lane {
 impl Lane {
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn run(&self, p: &RollingParams, slide: Slide) {
-        // The token's row is appended later.
+        // A decode step appends its new row later.
         let kept = if p.staged != 0 { slide.after } else { slide.after.saturating_sub(1) };
         let written = if p.clears != 0 { p.capacity } else { kept };
         if p.in_place != 0 && slide.evicted == 0 {
@@ -127,7 +129,7 @@ impl Lane {
                     [0; 4]
                 }
             });
-            // In place, who writes must not be ahead of who reads.
+            // In place, all reads of these rows must precede the writes.
             sync_threads();
             for i in 0..UNDER_WAY {
                 if row(i) < written && self.is_column {
@@ -145,7 +147,7 @@ pub fn rolling_lengths_size(p: &RollingParams) -> [u32; 4] {
     [p.batch, 1, 1, p.q_len]
 }
 
-/// Tells attention how many rows it finds, and at which positions the new ones are.
+/// Writes how many rows attention finds in the cache, and the positions of the new rows.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn rolling_lengths(
     seqlens_k: Global<i32>,
@@ -158,7 +160,7 @@ pub fn rolling_lengths(
     }
 }
 
-/// The same for query row `s` of one sequence; row 0 also has the length.
+/// Writes the position of query row `s` of one sequence; row 0 also writes the length.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn write_lengths(
     p: &RollingParams,
@@ -181,7 +183,7 @@ pub fn rolling_bias_size(p: &RollingBiasParams) -> [u32; 4] {
     [p.slide.batch, p.heads, p.slide.q_len, p.columns_out]
 }
 
-/// Copies the bias of the rows that the cache holds; that of no row is 0.
+/// Copies the bias of the rows in the cache; rows without a bias get 0.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn rolling_bias<T: Element>(
     bias: Global<T>,

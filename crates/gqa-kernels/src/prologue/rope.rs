@@ -1,6 +1,6 @@
-//! Rotary position embedding of a 16-byte vector or of two that turn together, which is what every
-//! kernel here does to Q and K, and `rotary_embedding`; and `rotary_rows`, which does the same
-//! element by element.
+//! Rotary position embedding. `Rope` rotates one 16-byte vector, or two that rotate together, for
+//! all kernels here; `rotary_embedding` and `rotary_rows` rotate queries, the latter element by
+//! element.
 
 use super::seqlen;
 use super::walk::Walk;
@@ -8,8 +8,8 @@ use crate::num::{Element, pack, pack_pairs, unpack};
 use crate::params::{PrologueParams, RotaryParams};
 use crate::simt::{Global, fma};
 
-/// The rotary embedding of one call. Pair `i` of a head rotations by the angle whose cosine and
-/// sine are at column `i` of the caches, in the row of the token's position:
+/// The rotary embedding of one call. Pair `i` of a head is rotated by the angle whose cosine and
+/// sine are at column `i` of the tables, in the row of the token's position:
 ///
 /// | | pair | becomes |
 /// |---|---|---|
@@ -21,11 +21,11 @@ use crate::simt::{Global, fma};
 pub struct Rope<T> {
     /// (max_positions, dim / 2)
     pub cos: Global<T>,
-    /// As `cos`.
+    /// (max_positions, dim / 2)
     pub sin: Global<T>,
-    /// (batch, position_stride), or null: a row's position is its place in the sequence.
+    /// (batch, position_stride), or null: then a row's position is its index in the sequence.
     pub position_ids: Global<i64>,
-    /// Which elements turn, and how.
+    /// Number and pairing of the rotated elements.
     pub params: RotaryParams,
 }
 
@@ -40,9 +40,9 @@ impl<T: Element> Rope<T> {
         }
     }
 
-    /// Elements `e ..` of the head that starts at `x[head]`, rotated. `dim/2` is a multiple of 8
-    /// and so is `e` in 16-bit types, hence a vector never straddles the halves, nor the end of
-    /// what rotates.
+    /// Elements `e ..` of the head that starts at `x[head]`, rotated. `dim/2` and, for 16-bit
+    /// types, `e` are multiples of 8, so that a vector lies in one half of `dim`, or wholly past
+    /// `dim`.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn vector(&self, x: Global<T>, head: usize, e: u32, position: i64) -> [u32; 4] {
         let p = self.params;
@@ -59,8 +59,8 @@ impl<T: Element> Rope<T> {
         })
     }
 
-    /// Cosines and sines for [`rotate`](Self::rotate) of elements `e ..` of the first half of `dim` and
-    /// those as far into the second half; NaN at positions outside.
+    /// Cosines and sines for [`rotate`](Self::rotate): for elements `e ..` of the first half of
+    /// `dim` and the same elements of the second half; NaN at positions outside the tables.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn angles(&self, e: u32, position: i64) -> [[u32; 4]; 2] {
         let p = self.params;
@@ -79,8 +79,7 @@ impl<T: Element> Rope<T> {
         })
     }
 
-    /// Two vectors of a head, as far from each other as pairs are where they are half-split,
-    /// rotated.
+    /// Rotates two vectors of a head that are half of `dim` apart, also for interleaved pairs.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn rotate(&self, vectors: [[u32; 4]; 2], angles: [[u32; 4]; 2]) -> [[u32; 4]; 2] {
         if self.params.interleaved == 0 {
@@ -89,9 +88,9 @@ impl<T: Element> Rope<T> {
         turn_pairs::<T>(vectors, angles)
     }
 
-    /// Moves pair number `pair` of the vectors of a head from `x[from]` to `out[to]`. First come
-    /// those that turn together, each pair half of `dim` apart, and are rotated; then the others,
-    /// half of those apart.
+    /// Moves pair number `pair` of the vectors of a head from `x[from]` to `out[to]`. The first
+    /// pairs are rotated; their vectors are half of `dim` apart. The others pass through; their
+    /// vectors are half of the remaining vectors apart.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn move_pair(
         &self,
@@ -103,7 +102,8 @@ impl<T: Element> Rope<T> {
         self.rotate_pair(from, at, position, |e, vector| out.store_vec(to + e, vector));
     }
 
-    /// Gives such a pair to `store`, vector by vector, each with its element of the head.
+    /// Passes such a pair to `store`, vector by vector, each with its first element's index in the
+    /// head.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn rotate_pair(
         &self,
@@ -150,7 +150,7 @@ impl<T: Element> Rope<T> {
     }
 }
 
-/// Two vectors of half-split pairs, rotated.
+/// Rotates two vectors with half-split pairs.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn turn_halves<T: Element>(vectors: [[u32; 4]; 2], angles: [[u32; 4]; 2]) -> [[u32; 4]; 2] {
     let ([low, high], [cos, sin]) = (vectors.map(unpack::<T>), angles.map(unpack::<T>));
@@ -161,8 +161,8 @@ pub fn turn_halves<T: Element>(vectors: [[u32; 4]; 2], angles: [[u32; 4]; 2]) ->
     rotated.map(pack_pairs::<T>)
 }
 
-/// Two vectors of interleaved pairs, rotated: the first by the first half of the angles, the second
-/// by the other half.
+/// Rotates two vectors with interleaved pairs: the first by the first half of the angles, the
+/// second by the other half.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn turn_pairs<T: Element>(vectors: [[u32; 4]; 2], angles: [[u32; 4]; 2]) -> [[u32; 4]; 2] {
     let ([low, high], [cos, sin]) = (vectors.map(unpack::<T>), angles.map(unpack::<T>));
@@ -175,22 +175,22 @@ pub fn turn_pairs<T: Element>(vectors: [[u32; 4]; 2], angles: [[u32; 4]; 2]) -> 
     [rotated(low, 0), rotated(high, T::PER_VEC as usize / 2)].map(pack_pairs::<T>)
 }
 
-/// Pairs of vectors of a head; where vectors are odd in number, one of them is alone.
+/// Pairs of vectors of a head; with an odd number of vectors one pair has only one.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn pairs(head_size: u32, per_vec: u32) -> u32 {
     (head_size / per_vec).div_ceil(2)
 }
 
-/// Two vectors of a head on their way, as they are, each with its element of the head. The second
-/// may not be there.
+/// Two vectors of a head that pass through unrotated, each with its first element's index in the
+/// head. The second may be missing.
 pub(super) struct Unturned {
     low: (usize, [u32; 4]),
     high: Option<(usize, [u32; 4])>,
 }
 
 impl Unturned {
-    /// Pair number `pair` of the vectors of the head that starts at `x[from]`, from vector `first`
-    /// on.
+    /// Loads pair number `pair` of the vectors, from vector `first` on, of the head that starts at
+    /// `x[from]`.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn load<T: Element>(
         (x, from): (Global<T>, usize),
@@ -208,7 +208,7 @@ impl Unturned {
         Self { low: vector(low), high: (high < vectors).then(|| vector(high)) }
     }
 
-    /// Zeros in their place.
+    /// The same pair, filled with zeros.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn zero<T: Element>(pair: u32, head_size: u32) -> Self {
         let vectors = head_size / T::PER_VEC;
@@ -217,13 +217,13 @@ impl Unturned {
         Self { low: vector(pair), high: (high < vectors).then(|| vector(high)) }
     }
 
-    /// To the head that starts at `out[to]`.
+    /// Stores the vectors to the head that starts at `out[to]`.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn store<T: Element>(self, (out, to): (Global<T>, usize)) {
         self.each(|e, vector| out.store_vec(to + e, vector));
     }
 
-    /// To `store`, with their elements.
+    /// Passes the vectors to `store`, each with its element index.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn each(self, store: impl Fn(usize, [u32; 4])) {
         store(self.low.0, self.low.1);
@@ -264,8 +264,8 @@ pub fn rotary_rows_size(p: &PrologueParams) -> [u32; 4] {
     [p.batch, p.q_len, p.q_heads, p.head_size]
 }
 
-/// Rotates every query head from `q` into `q_out`. Heads of any size, of which any even number of
-/// elements rotates; position_ids must be given.
+/// Rotates every query head from `q` into `q_out`. Heads may have any size, and any even number of
+/// their elements rotates; position_ids must be given.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn rotary_rows<T: Element>(
     q: Global<T>,

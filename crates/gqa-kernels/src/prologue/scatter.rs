@@ -1,13 +1,12 @@
-//! `scatter_rows`: rows of an update go into a cache in place, from a row of each sequence's own
-//! on. Rows move as bytes, whatever they hold.
+//! `scatter_rows`: writes the rows of an update into a cache in place, from a different first row
+//! for each sequence. Rows are copied as bytes, whatever their type.
 //!
-//! Row `s` of batch entry `b` lands in cache row `first[b] + s`; where the cache is circular, its
-//! row 0 follows its last one. Otherwise no row is written behind the last one or in front of
-//! row 0.
+//! Row `s` of batch entry `b` becomes cache row `first[b] + s`. In a circular cache row 0 follows
+//! the last row; otherwise rows past the last one or before row 0 are not written.
 //!
 //! Tensors: k, v, the updates, (batch, head, row) with their strides, v null where one tensor is
-//! updated; first (batch); present_k, present_v (batch, head, capacity), likewise. One thread moves
-//! 16 bytes of a row, or one byte where rows are no multiple of 16 bytes.
+//! updated; first (batch); present_k, present_v (batch, head, capacity) with their strides. One
+//! thread moves 16 bytes of a row, or one byte where rows are no multiple of 16 bytes.
 
 use super::walk::Walk;
 use crate::params::ScatterParams;
@@ -16,7 +15,7 @@ use crate::simt::Global;
 /// Bytes of a vector.
 const VECTOR: u32 = 16;
 
-/// Index space of [`scatter_rows`] for that many tensors: (batch, new row, heads of all, unit).
+/// Index space of [`scatter_rows`] for `tensors` tensors: (batch, new row, heads of all, unit).
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn scatter_rows_size(p: &ScatterParams, tensors: u32) -> [u32; 4] {
     [p.batch, p.rows, tensors * p.heads, p.row_bytes / unit(p)]
@@ -28,7 +27,7 @@ fn unit(p: &ScatterParams) -> u32 {
     if p.row_bytes % VECTOR == 0 { VECTOR } else { 1 }
 }
 
-/// Copies rows to their places.
+/// Copies the rows.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn scatter_rows(
     k: Global<u8>,
@@ -54,7 +53,7 @@ pub fn scatter_rows(
     }
 }
 
-/// The row of the cache that takes row `s`.
+/// The cache row for row `s`.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn place(first: i32, s: u32, p: &ScatterParams) -> Option<u32> {
     let capacity = p.capacity.max(1);

@@ -1,11 +1,12 @@
-//! A mask over the new tokens as a mask over all keys, for attention kernels that know no other.
+//! Expands a mask over the new tokens to a mask over all keys, for attention kernels without tree
+//! masks.
 //!
-//! `tree_mask_rows` writes, for row `s` of batch entry `b`, which keys its token sees: all before
-//! the sequence's new tokens, and new token `j` where bit `j` of its word is set.
+//! `tree_mask_rows` writes, for row `s` of batch entry `b`, which keys its token sees: all keys
+//! before the sequence's new tokens, and new token `j` where bit `j` of its word is set.
 //!
-//! Tensors: tree_mask (batch, S), or where starts (batch + 1) is not null a word for each token of
+//! Tensors: tree_mask (batch, S), or, if starts (batch + 1) is not null, a word for each token of
 //! all sequences; seqlens_k (batch), the index of each sequence's last key; past_seqlens (batch),
-//! where starts is not null; mask (batch, 1, S, columns), booleans.
+//! if starts is not null; mask (batch, 1, S, columns), booleans.
 
 use super::walk::Walk;
 use crate::concept::pages::{Length, Sequence};
@@ -13,7 +14,7 @@ use crate::concept::seqlen::Seqlen;
 use crate::params::TreeMaskParams;
 use crate::simt::Global;
 
-/// Keys that a thread writes at once.
+/// Keys per thread and store.
 const VECTOR: u32 = 16;
 
 /// Index space of [`tree_mask_rows`]: (batch, 1, row, 16 columns).
@@ -56,7 +57,7 @@ pub fn tree_mask_rows(
     }
 }
 
-/// 1 where a token with that word sees the key.
+/// 1 if a token with this word sees the key, else 0.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn sees(word: u64, past: u32, key: u32) -> u32 {
     let new = key.wrapping_sub(past);

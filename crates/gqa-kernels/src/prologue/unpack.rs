@@ -1,10 +1,10 @@
-//! Packed QKV taken apart: `unpack_qkv`, and `unpack_qkv_with_rope_and_append_kv`, which does all
+//! Kernels for packed QKV: `unpack_qkv`, and `unpack_qkv_with_rope_and_append_kv`, which does all
 //! work before attention in one launch.
 //!
-//! A row of packed QKV is all Q heads, then all K heads, then all V heads. That is a matter of
-//! where `q`, `k` and `v` point and of their strides, so the second kernel serves separate Q, K and
-//! V as well. One thread moves one 16-byte vector of one head, or in the second kernel two that
-//! turn together.
+//! A row of packed QKV is all Q heads, then all K heads, then all V heads. Only the addresses `q`,
+//! `k`, `v` and their strides depend on that, so the second kernel also serves separate Q, K and V.
+//! One thread moves one 16-byte vector of one head, or in the second kernel two that rotate
+//! together.
 
 use super::append::Append;
 use super::rope::{Rope, pairs};
@@ -15,21 +15,21 @@ use crate::params::PrologueParams;
 use crate::simt::Global;
 
 /// Index space of [`unpack_qkv`]: (batch, row, Q heads and then K heads and then V heads, vector).
-/// Without new K and V rows there are Q heads only.
+/// Only Q heads without new K and V rows.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn unpack_qkv_size(p: &PrologueParams, per_vec: u32) -> [u32; 4] {
     let kv_heads = if p.new_len == 0 { 0 } else { p.kv_heads };
     [p.batch, p.q_len, p.q_heads + 2 * kv_heads, p.head_size / per_vec]
 }
 
-/// The same of [`unpack_qkv_with_rope_and_append_kv`], by pairs of vectors.
+/// Index space of [`unpack_qkv_with_rope_and_append_kv`]: the last index counts pairs of vectors.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn unpack_qkv_with_rope_and_append_kv_size(p: &PrologueParams, per_vec: u32) -> [u32; 4] {
     let [batch, rows, heads, _] = unpack_qkv_size(p, per_vec);
     [batch, rows, heads, pairs(p.head_size, per_vec)]
 }
 
-/// Copies Q, K and V, as they are, into tensors of their own.
+/// Copies Q, K and V unchanged into separate tensors.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn unpack_qkv<T: Element>(
     q: Global<T>,
@@ -53,7 +53,7 @@ pub fn unpack_qkv<T: Element>(
     }
 }
 
-/// Rotates Q into `q_out`, padding rows included, and appends K, rotated, and V to a shared cache.
+/// Rotates Q into `q_out`, padding rows included, and appends rotated K and V to a shared cache.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn unpack_qkv_with_rope_and_append_kv<T: Element>(
     q: Global<T>,

@@ -1,11 +1,11 @@
-//! A grid's way over a four-dimensional index space of any size.
+//! Grid-stride loops over a four-dimensional index space of any size.
 
 use crate::simt::{block_dim, block_idx_x, grid_dim_x, thread_idx};
 
-/// Iterates over the indices `[a, b, c, d]` of a space, the last fastest, of which each thread of
-/// the (one-dimensional) grid takes every grid-size-th. Where a thread is and how far it steps are
-/// numbers with four digits; a step is an addition with carries, so that the loop divides nothing,
-/// and nothing but a digit must fit 32 bits.
+/// Iterates over the indices `[a, b, c, d]` of a space, the last varying fastest, with the stride
+/// of the one-dimensional grid. Position and stride are kept as four mixed-radix digits, and a step
+/// is an addition with carries: the loop needs no division, and only single indices must fit 32
+/// bits.
 pub struct Walk {
     size: [u32; 4],
     at: [u32; 4],
@@ -13,14 +13,14 @@ pub struct Walk {
 }
 
 impl Walk {
-    /// This thread's share of the space of that size.
+    /// This thread's share of the space of size `size`.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn over(size: [u32; 4]) -> Self {
         // A capped grid has fewer than 2^32 threads.
         Self::from(size, block_idx_x() * block_dim() + thread_idx(), grid_dim_x() * block_dim())
     }
 
-    /// This block's share, of which all its threads take every index.
+    /// This CTA's share, for loops in which all threads of a CTA take the same index.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn of_blocks(size: [u32; 4]) -> Self {
         Self::from(size, block_idx_x(), grid_dim_x())
@@ -56,7 +56,7 @@ impl Iterator for Walk {
     }
 }
 
-/// `number` in the mixed radix `size`; the first digit is not bounded.
+/// `number` in the mixed radix `size`; the first digit is unbounded.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn digits(number: u32, [_, b, c, d]: [u32; 4]) -> [u32; 4] {
     let (rest, last) = (number / d, number % d);

@@ -1,4 +1,4 @@
-//! Token steps in one launch.
+//! Decode steps in one launch.
 
 use crate::attention::decode;
 use crate::num::{bf16, e4m3, f16};
@@ -7,7 +7,7 @@ use crate::params::DecodeParams;
 #[cfg(not(target_arch = "nvptx64"))]
 pub(super) static TABLES: &[&[super::Entry]] = &[DECODE, DECODE_WARPGROUP];
 
-/// Rows of the decode kernels, for both 16-bit types: `F16 NAME, BF16 NAME => SHAPE, BLOCKS PER
+/// Table rows of the decode kernels, for both 16-bit types: `F16 NAME, BF16 NAME => SHAPE, CTAS PER
 /// SM`.
 macro_rules! decode_kernels {
     ($table:ident, $feature:literal, { $($f16:ident, $bf16:ident => $shape:ty, $min_blocks:literal;)* }) => {
@@ -67,7 +67,7 @@ decode_kernels!(DECODE, "family-decode", {
     gqa_decode_padded_f16_d256_r8_w4, gqa_decode_padded_bf16_d256_r8_w4 => decode::UpTo256<1>, 2;
 });
 
-// Tiles of 64 rows, which warpgroups multiply.
+// Tiles of 64 rows, multiplied by wgmma.
 decode_kernels!(DECODE_WARPGROUP, "family-decode-warpgroup", {
     gqa_decode_f16_d64_r64, gqa_decode_bf16_d64_r64 => decode::D64R64, 1;
     gqa_decode_f16_d80_r64, gqa_decode_bf16_d80_r64 => decode::D80R64, 1;

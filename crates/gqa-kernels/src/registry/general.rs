@@ -1,4 +1,4 @@
-//! Attention for everything: every mask and every head size.
+//! The fallback kernels: every mask and every head size.
 
 use crate::attention::{
     general::{self, general},

@@ -1,4 +1,4 @@
-//! Flash attention over parts of the keys, and the merge.
+//! Attention over splits of the keys, and the merge.
 
 use crate::attention::{
     combine::{self, combine},
@@ -32,8 +32,8 @@ kernels_by_head_size!(SPLIT_KV_MASKED, SplitKvMasked: Attention, "family-split-k
     gqa_split_kv_masked_f16_d256, gqa_split_kv_masked_bf16_d256 => split_kv::MaskedD256, 2;
 });
 
-/// Rows of the merge for an output of a type: `NAME => KERNEL, T = TYPE, oldest compute capability,
-/// times ten`.
+/// Table rows of the merge kernels for one output type: `NAME => KERNEL, T = TYPE, lowest compute
+/// capability, times ten`.
 macro_rules! merges {
     ($table:ident, $args:tt, $output:ident, { $($name:ident => $body:expr, T = $t:ty, $min_sm:literal;)* }) => {
         kernels!($table, SplitKv: Merge, "family-split-kv", $args, { $($name => $body, T = $t, {

@@ -1,4 +1,4 @@
-//! Flash attention on tensor cores.
+//! FlashAttention on tensor cores.
 
 use crate::attention::{tiled, tiled_f32, tiled_wide};
 use crate::num::{bf16, f16};
@@ -31,8 +31,8 @@ kernels_by_head_size!(TILED_MASKED, TiledMasked: Attention, "family-tiled-masked
     gqa_tiled_masked_f16_d256, gqa_tiled_masked_bf16_d256 => tiled::MaskedD256, 1;
 });
 
-/// Rows of the kernels for paged KV caches, for both 16-bit types: `F16 NAME, BF16 NAME => SHAPE,
-/// blocks that fit on an SM together`.
+/// Table rows of the kernels for paged KV caches, for both 16-bit types: `F16 NAME, BF16 NAME =>
+/// SHAPE, CTAs per SM`.
 macro_rules! tiled_paged_kernels {
     ($($f16:ident, $bf16:ident => $shape:ty, $min_blocks:literal;)*) => {
         tiled_paged_kernels!(@rows $($f16: f16 => $shape, $min_blocks; $bf16: bf16 => $shape, $min_blocks;)*);
@@ -54,8 +54,8 @@ tiled_paged_kernels! {
     gqa_tiled_paged_f16_d256, gqa_tiled_paged_bf16_d256 => tiled::D256, 2;
 }
 
-/// Rows of the kernels with K and V by TMA, for both 16-bit types: `F16 NAME, BF16 NAME => SHAPE,
-/// blocks that fit on an SM together`.
+/// Table rows of the kernels with TMA loads of K and V, for both 16-bit types: `F16 NAME, BF16 NAME
+/// => SHAPE, CTAs per SM`.
 macro_rules! tiled_tma_kernels {
     ($($f16:ident, $bf16:ident => $shape:ty, $min_blocks:literal;)*) => {
         tiled_tma_kernels!(@rows $($f16: f16 => $shape, $min_blocks; $bf16: bf16 => $shape, $min_blocks;)*);
@@ -76,8 +76,8 @@ tiled_tma_kernels! {
     gqa_tiled_tma_f16_d256, gqa_tiled_tma_bf16_d256 => tiled::TallD256, 1;
 }
 
-/// Rows of the float32 kernels: `NAME => SHAPE, blocks that fit on an SM together`. A `quick`
-/// device build leaves out the second set.
+/// Table rows of the float32 kernels: `NAME => SHAPE, CTAs per SM`. A `quick` device build leaves
+/// out the second set.
 macro_rules! tiled_f32_kernels {
     ({ $($quick:tt)* }, unless quick { $($full:tt)* }) => {
         tiled_f32_kernels!(@rows @(all()) $($quick)* @(not(all(target_arch = "nvptx64", feature = "quick"))) $($full)*);
@@ -103,8 +103,8 @@ tiled_f32_kernels!({
     gqa_tiled_f32_d192 => tiled_f32::D192, 2;
 });
 
-/// Rows of the kernels for wide heads, for both 16-bit types: `F16 NAME, BF16 NAME => SHAPE, blocks
-/// that fit on an SM together`.
+/// Table rows of the kernels for wide heads, for both 16-bit types: `F16 NAME, BF16 NAME => SHAPE,
+/// CTAs per SM`.
 macro_rules! tiled_wide_kernels {
     ($($f16:ident, $bf16:ident => $shape:ty, $min_blocks:literal;)*) => {
         tiled_wide_kernels!(@rows $($f16: f16 => $shape, $min_blocks; $bf16: bf16 => $shape, $min_blocks;)*);

@@ -1,13 +1,13 @@
-//! The only door to the hardware.
+//! The only interface to the hardware.
 //!
-//! Kernels call the free functions re-exported here and nothing else. On the GPU their bodies are
-//! LLVM intrinsics and inline PTX (`nvptx.rs` and the files in `nvptx/`, the only ones with
-//! `asm!`); on the host they are instructions of the simulated machine ([`gqa_sim::device`]). The
-//! two modules export the same names with the same signatures:
+//! Kernels call the free functions re-exported here and no other hardware operation. On the GPU
+//! their bodies are LLVM intrinsics and inline PTX (`nvptx.rs` and the files in `nvptx/`, the only
+//! ones with `asm!`); on the host they are instructions of the simulated machine
+//! ([`gqa_sim::device`]). The two modules export the same names with the same signatures:
 //!
 //! | group | functions |
 //! |---|---|
-//! | identity | `thread_idx()`, `block_dim()`, `block_idx_{x,y,z}()`, `grid_dim_{x,y,z}()` (all `u32`; blocks are one-dimensional), `lane()`, `warp()` |
+//! | identity | `thread_idx()`, `block_dim()`, `block_idx_{x,y,z}()`, `grid_dim_{x,y,z}()` (all `u32`; CTAs are one-dimensional), `lane()`, `warp()` |
 //! | barriers | `sync_threads()`, `sync_warp()` |
 //! | warp | `shfl_xor_f32(v, mask)`, `shfl_xor_u32(v, mask)`, `shfl_idx_f32(v, lane)`, `shfl_idx_u32(v, lane)`, `any_sync(bool) -> bool` |
 //! | global memory | [`Global`]`<T>`: `is_null()`, `offset(elements)`, `load(i)`, `store(i, v)`, `load_vec(i)`, `store_vec(i, [u32; 4])`, `load_vec8(i)` (two words), `load_word(i)` |
@@ -18,17 +18,17 @@
 //! | conversion | `f16_to_f32(u16)`, `f32_to_f16(f32)`, `f32x2_to_f16x2(lo, hi) -> u32`, `f32x2_to_bf16x2(lo, hi) -> u32` (pairs: SM 80), `e4m3x2_to_f16x2(u16) -> u32`, `f32x2_to_e4m3x2(lo, hi) -> u16`, `f32x4_to_e4m3x4([f32; 4]) -> u32` (SM 89) |
 //! | barriers in memory | `mbarrier_init(address, arrivals)`, `fence_mbarrier_init()`, `mbarrier_arrive(address)`, `mbarrier_arrive_expect(address, bytes)`, `mbarrier_wait(address, parity)` (SM 90) |
 //! | TMA | [`TensorMap`], `tma_load(shared address, map, [u32; 4], mbarrier)`, `tma_store(map, [u32; 4], shared address)`, `bulk_commit()`, `bulk_wait_read()`, `prefetch_tensor_map(map)`, `fence_proxy_async()` (SM 90) |
-//! | cluster | `cluster_rank()`, `cluster_size()`, `cluster_arrive()`, `cluster_arrive_relaxed()`, `cluster_wait()`, [`sync_cluster`]; [`Peer`]`<T>` from [`Shared::on`], or `peer_address(address, rank)` with `ld_peer`, `st_peer`, `ld_peer_vec`, `st_peer_vec`, `st_async`, `st_async_vec2`, `st_async_vec`; `mbarrier_arrive_peer(address)`, `mbarrier_arrive_expect_peer(address, bytes)`, `mbarrier_wait_cluster(address, parity)` (SM 90; before, rank and size are those of a block alone) |
+//! | cluster | `cluster_rank()`, `cluster_size()`, `cluster_arrive()`, `cluster_arrive_relaxed()`, `cluster_wait()`, [`sync_cluster`]; [`Peer`]`<T>` from [`Shared::on`], or `peer_address(address, rank)` with `ld_peer`, `st_peer`, `ld_peer_vec`, `st_peer_vec`, `st_async`, `st_async_vec2`, `st_async_vec`; `mbarrier_arrive_peer(address)`, `mbarrier_arrive_expect_peer(address, bytes)`, `mbarrier_wait_cluster(address, parity)` (SM 90; before, the cluster is one CTA) |
 //! | bulk copy | `bulk_load(shared address, Global<T>, element index, bytes, mbarrier)`, `bulk_load_hinted(.., CachePolicy)`, `evict_first()`, `evict_last()` (SM 90) |
-//! | between blocks | [`Global`]`<u32>`: `atomic_add`, `atomic_inc`, each also `_acq_rel`, `load_acquire`, `load_relaxed`, `store_release`, `store_relaxed`; `fence_gpu()` |
+//! | between CTAs | [`Global`]`<u32>`: `atomic_add`, `atomic_inc`, each also `_acq_rel`, `load_acquire`, `load_relaxed`, `store_release`, `store_relaxed`; `fence_gpu()` |
 //! | between grids | `grid_dependency_wait()`, `launch_dependents()` |
 //! | warpgroup | `wgmma_{f16,bf16,e4m3}`, `wgmma_add_*`, `wgmma_registers_*`, `wgmma_fence()`, `wgmma_commit()`, `wgmma_wait::<N>()`, `registers_raise::<N>()`, `registers_lower::<N>()`, `named_barrier_sync(id, threads)`, `named_barrier_arrive(id, threads)` (SM 90a) |
-//! | optimiser | `opaque(u32)`: the same value, of unknown origin; [`Rolled`] |
+//! | optimiser | `opaque(u32)`: the same value, hidden from the optimiser; [`Rolled`] |
 //! | abort | `trap()` |
 //!
 //! Memory functions are safe to call inside a kernel: a [`Global`] exists only because a launch
-//! bound it, launches are checked by the planner, and the simulator faults on every access outside
-//! a view. Nothing here may be called outside a kernel.
+//! bound it, the planner checks launches, and the simulator faults on every access outside a view.
+//! No function here may be called outside a kernel.
 
 mod rolled;
 mod shared;
@@ -43,7 +43,7 @@ pub use nvptx::*;
 #[cfg(not(target_arch = "nvptx64"))]
 pub use gqa_sim::device::*;
 
-/// Waits for all threads of the cluster and orders their memory accesses. SM 90.
+/// Cluster barrier: waits for all threads of the cluster and orders their memory accesses. SM 90.
 #[track_caller]
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn sync_cluster() {

@@ -1,7 +1,7 @@
-//! The vocabulary on the GPU: LLVM intrinsics for everything collective, PTX for the rest.
+//! The GPU implementation: LLVM intrinsics for all collective operations, PTX for the rest.
 //!
-//! `asm!` is not convergent for LLVM, which may copy a barrier written in it into both arms of a
-//! divergent branch. Barriers, shuffles and votes are therefore intrinsics; the matrix instructions
+//! LLVM does not treat `asm!` as convergent: it may copy a barrier in `asm!` into both arms of a
+//! divergent branch. Barriers, shuffles and votes are therefore intrinsics. The matrix instructions
 //! have to be `asm!` and belong in uniform control flow.
 
 use bytemuck::Pod;
@@ -63,37 +63,37 @@ macro_rules! special_registers {
     )*};
 }
 special_registers! {
-    /// Thread within the block.
+    /// Thread within the CTA.
     thread_idx = _thread_idx_x;
-    /// Threads of a block.
+    /// Threads of a CTA.
     block_dim = _block_dim_x;
-    /// Block within the grid, x.
+    /// CTA within the grid, x.
     block_idx_x = _block_idx_x;
-    /// Block within the grid, y.
+    /// CTA within the grid, y.
     block_idx_y = _block_idx_y;
-    /// Block within the grid, z.
+    /// CTA within the grid, z.
     block_idx_z = _block_idx_z;
-    /// Blocks of the grid, x.
+    /// CTAs of the grid, x.
     grid_dim_x = _grid_dim_x;
-    /// Blocks of the grid, y.
+    /// CTAs of the grid, y.
     grid_dim_y = _grid_dim_y;
-    /// Blocks of the grid, z.
+    /// CTAs of the grid, z.
     grid_dim_z = _grid_dim_z;
 }
 
-/// Thread within the warp.
+/// Lane: thread within the warp.
 #[inline(always)]
 pub fn lane() -> u32 {
     thread_idx() % 32
 }
 
-/// Warp within the block.
+/// Warp within the CTA.
 #[inline(always)]
 pub fn warp() -> u32 {
     thread_idx() / 32
 }
 
-/// Waits for all threads of the block and orders their memory accesses.
+/// CTA barrier: waits for all threads of the CTA and orders their memory accesses.
 #[inline(always)]
 pub fn sync_threads() {
     // SAFETY: barrier 0 with every thread; kernels call this in uniform control flow.
@@ -121,14 +121,14 @@ pub fn shfl_xor_u32(v: u32, mask: u32) -> u32 {
     unsafe { shfl_bfly_u32(FULL_WARP, v, mask, WHOLE_WARP_SEGMENT) }
 }
 
-/// `v` of that lane.
+/// `v` of lane `lane`.
 #[inline(always)]
 pub fn shfl_idx_f32(v: f32, lane: u32) -> f32 {
     // SAFETY: as above.
     unsafe { shfl_from_f32(FULL_WARP, v, lane, WHOLE_WARP_SEGMENT) }
 }
 
-/// `v` of that lane.
+/// `v` of lane `lane`.
 #[inline(always)]
 pub fn shfl_idx_u32(v: u32, lane: u32) -> u32 {
     // SAFETY: as above.
@@ -142,7 +142,7 @@ pub fn any_sync(vote: bool) -> bool {
     unsafe { vote_any(FULL_WARP, vote) }
 }
 
-/// Byte address in the shared window at which the block's dynamic shared memory starts.
+/// Byte address in the shared window at which the CTA's dynamic shared memory starts.
 #[inline(always)]
 pub fn shared_base() -> u32 {
     let address: u32;
@@ -163,33 +163,33 @@ impl<T> Clone for Global<T> {
 }
 impl<T> Copy for Global<T> {}
 
-/// Four words that the back end moves as one: of a struct, a load whose value is only stored again
-/// would be a memcpy, in halves.
+/// Four words that LLVM moves as one vector. With a struct, a load whose value is only stored again
+/// would become a memcpy of smaller accesses.
 #[derive(Clone, Copy)]
 #[repr(simd)]
 struct Vec4([u32; 4]);
 
-/// Two words that the back end moves as one.
+/// Two words that LLVM moves as one vector.
 #[derive(Clone, Copy)]
 #[repr(simd)]
 struct Vec2([u32; 2]);
 
-// A launch binds every pointer to memory as large as the kernel's indices reach, which the planner
-// checks and the simulator enforces; that is what the accesses below rely on.
+// A launch binds every pointer to memory as large as the kernel's indices reach: the planner checks
+// that and the simulator enforces it. The accesses below rely on it.
 impl<T: Pod> Global<T> {
-    /// What a kernel has no parameter for.
+    /// Null, for a parameter that a kernel does not have.
     #[inline(always)]
     pub const fn null() -> Self {
         Self(core::ptr::null_mut())
     }
 
-    /// Whether the launch bound nothing.
+    /// Whether the launch bound no memory.
     #[inline(always)]
     pub fn is_null(self) -> bool {
         self.0.is_null()
     }
 
-    /// The place `elements` further on.
+    /// The address `elements` further on.
     #[inline(always)]
     pub fn offset(self, elements: usize) -> Self {
         Self(self.0.wrapping_add(elements))
@@ -209,45 +209,45 @@ impl<T: Pod> Global<T> {
         unsafe { self.offset(i).0.write(value) }
     }
 
-    /// The 16 bytes that start at element `i`, which must lie on a 16-byte boundary.
+    /// The 16 bytes that start at element `i`, which must be aligned to 16 bytes.
     #[inline(always)]
     pub fn load_vec(self, i: usize) -> [u32; 4] {
-        // SAFETY: inside what the launch bound, and aligned as the caller says.
+        // SAFETY: inside what the launch bound, and the caller guarantees the alignment.
         unsafe { transmute(self.offset(i).0.cast::<Vec4>().read()) }
     }
 
-    /// Writes the 16 bytes that start at element `i`, which must lie on a 16-byte boundary.
+    /// Writes the 16 bytes that start at element `i`, which must be aligned to 16 bytes.
     #[inline(always)]
     pub fn store_vec(self, i: usize, value: [u32; 4]) {
-        // SAFETY: inside what the launch bound, and aligned as the caller says.
+        // SAFETY: inside what the launch bound, and the caller guarantees the alignment.
         unsafe { self.offset(i).0.cast::<Vec4>().write(Vec4(value)) }
     }
 
-    /// The 4 bytes that start at element `i`, which must lie on a 4-byte boundary.
+    /// The 4 bytes that start at element `i`, which must be aligned to 4 bytes.
     #[inline(always)]
     pub fn load_word(self, i: usize) -> u32 {
-        // SAFETY: inside what the launch bound, and aligned as the caller says.
+        // SAFETY: inside what the launch bound, and the caller guarantees the alignment.
         unsafe { self.offset(i).0.cast::<u32>().read() }
     }
 
-    /// Writes the 4 bytes that start at element `i`, which must lie on a 4-byte boundary.
+    /// Writes the 4 bytes that start at element `i`, which must be aligned to 4 bytes.
     #[inline(always)]
     pub fn store_word(self, i: usize, value: u32) {
-        // SAFETY: inside what the launch bound, and aligned as the caller says.
+        // SAFETY: inside what the launch bound, and the caller guarantees the alignment.
         unsafe { self.offset(i).0.cast::<u32>().write(value) }
     }
 
-    /// The 8 bytes that start at element `i`, which must lie on an 8-byte boundary.
+    /// The 8 bytes that start at element `i`, which must be aligned to 8 bytes.
     #[inline(always)]
     pub fn load_vec8(self, i: usize) -> [u32; 2] {
-        // SAFETY: inside what the launch bound, and aligned as the caller says.
+        // SAFETY: inside what the launch bound, and the caller guarantees the alignment.
         unsafe { transmute(self.offset(i).0.cast::<Vec2>().read()) }
     }
 
-    /// Writes the 8 bytes that start at element `i`, which must lie on an 8-byte boundary.
+    /// Writes the 8 bytes that start at element `i`, which must be aligned to 8 bytes.
     #[inline(always)]
     pub fn store_vec8(self, i: usize, value: [u32; 2]) {
-        // SAFETY: inside what the launch bound, and aligned as the caller says.
+        // SAFETY: inside what the launch bound, and the caller guarantees the alignment.
         unsafe { self.offset(i).0.cast::<Vec2>().write(Vec2(value)) }
     }
 }
@@ -256,8 +256,8 @@ impl<T: Pod> Global<T> {
 #[inline(always)]
 pub fn ld_shared<T: Pod>(address: u32) -> T {
     const { assert!(matches!(size_of::<T>(), 1 | 2 | 4 | 8)) };
-    // SAFETY: the address lies in the block's shared memory, which holds nothing of Rust's; the
-    // bits read are as many as T has, and any bits are a T.
+    // SAFETY: the address lies in the CTA's shared memory, where no Rust object lives; each arm
+    // reads as many bits as T has, and every bit pattern is a valid T.
     unsafe {
         match size_of::<T>() {
             1 => {
@@ -288,8 +288,8 @@ pub fn ld_shared<T: Pod>(address: u32) -> T {
 #[inline(always)]
 pub fn st_shared<T: Pod>(address: u32, value: T) {
     const { assert!(matches!(size_of::<T>(), 1 | 2 | 4 | 8)) };
-    // SAFETY: the address lies in the block's shared memory, which holds nothing of Rust's; each
-    // arm reads as many bits of the value as it has.
+    // SAFETY: the address lies in the CTA's shared memory, where no Rust object lives; each arm
+    // reads as many bits of the value as it has.
     unsafe {
         match size_of::<T>() {
             1 => {
@@ -309,11 +309,11 @@ pub fn st_shared<T: Pod>(address: u32, value: T) {
     }
 }
 
-/// Loads 16 bytes from a 16-byte boundary.
+/// Loads 16 bytes, aligned to 16 bytes.
 #[inline(always)]
 pub fn ld_shared_vec(address: u32) -> [u32; 4] {
     let (a, b, c, d);
-    // SAFETY: the address lies in the block's shared memory.
+    // SAFETY: the address lies in the CTA's shared memory.
     unsafe {
         asm!("ld.shared.v4.b32 {{{}, {}, {}, {}}}, [{}];",
             out(reg32) a, out(reg32) b, out(reg32) c, out(reg32) d, in(reg32) address, options(pure, readonly, nostack));
@@ -321,38 +321,38 @@ pub fn ld_shared_vec(address: u32) -> [u32; 4] {
     [a, b, c, d]
 }
 
-/// Stores 16 bytes to a 16-byte boundary.
+/// Stores 16 bytes, aligned to 16 bytes.
 #[inline(always)]
 pub fn st_shared_vec(address: u32, [a, b, c, d]: [u32; 4]) {
-    // SAFETY: the address lies in the block's shared memory.
+    // SAFETY: the address lies in the CTA's shared memory.
     unsafe {
         asm!("st.shared.v4.b32 [{}], {{{}, {}, {}, {}}};",
             in(reg32) address, in(reg32) a, in(reg32) b, in(reg32) c, in(reg32) d, options(nostack));
     }
 }
 
-/// Starts copying the 16 bytes from element `i` of `source` to shared memory; where not `valid`,
-/// zeros, and nothing is read. Before SM 80 it also waits for them.
+/// Copies the 16 bytes from element `i` of `source` to shared memory; if not `valid`, writes zeros
+/// and reads nothing. Before SM 80 there is no cp.async: this copy is synchronous.
 #[cfg(not(target_feature = "sm_80"))]
 #[inline(always)]
 pub fn cp_async_16<T: Pod>(destination: u32, source: Global<T>, i: usize, valid: bool) {
     st_shared_vec(destination, if valid { source.load_vec(i) } else { [0; 4] });
 }
 
-/// Starts copying the 16 bytes from element `i` of `source` to shared memory; where not `valid`,
-/// zeros, and nothing is read.
+/// cp.async: starts copying the 16 bytes from element `i` of `source` to shared memory; if not
+/// `valid`, it writes zeros and reads nothing.
 #[cfg(target_feature = "sm_80")]
 #[inline(always)]
 pub fn cp_async_16<T: Pod>(destination: u32, source: Global<T>, i: usize, valid: bool) {
     let bytes = if valid { 16u32 } else { 0 };
-    // SAFETY: both places are the block's to use; with 0 source bytes the source is not read.
+    // SAFETY: both addresses belong to the CTA; with 0 source bytes the source is not read.
     unsafe {
         asm!("cp.async.cg.shared.global [{}], [{}], 16, {};",
             in(reg32) destination, in(reg64) source.offset(i).0, in(reg32) bytes, options(nostack));
     }
 }
 
-/// Closes the group of copies this thread started since the last one.
+/// Closes this thread's group of copies.
 #[inline(always)]
 pub fn cp_async_commit() {
     // SAFETY: no precondition.
@@ -362,8 +362,8 @@ pub fn cp_async_commit() {
     }
 }
 
-/// Waits until at most the `N` newest groups of this thread are unfinished. Other threads need a
-/// barrier besides.
+/// Waits until at most the `N` newest groups of this thread are unfinished. Other threads also need
+/// a barrier to see the copies.
 #[inline(always)]
 pub fn cp_async_wait<const N: u32>() {
     // SAFETY: no precondition.
@@ -379,7 +379,7 @@ macro_rules! ldmatrix {
         #[inline(always)]
         pub fn $name(address: u32) -> [u32; $words] {
             $(let $out;)*
-            // SAFETY: the rows lie in the block's shared memory; all lanes take part.
+            // SAFETY: the rows lie in the CTA's shared memory; all lanes take part.
             unsafe {
                 asm!(concat!("ldmatrix.sync.aligned.m8n8.", $shape, ".shared.b16 {{", $outs, "}}, [{}];"),
                     $(out(reg32) $out,)* in(reg32) address, options(readonly, nostack));
@@ -423,13 +423,13 @@ mma! {
     mma_m16n8k16_f16 = "m16n8k16" "f16";
     /// `d += a · b` for a 16×16 and a 16×8 tile of bf16, fragments as PTX defines them. SM 80.
     mma_m16n8k16_bf16 = "m16n8k16" "bf16";
-    /// `d += a · b` for a 16×8 and an 8×8 tile of float32, of which sign, exponent and the upper 10
-    /// bits of the significand count (TF32); fragments as PTX defines them. SM 80.
+    /// `d += a · b` for a 16×8 and an 8×8 tile of float32, rounded to TF32: the lower 13 bits of
+    /// the significand are ignored; fragments as PTX defines them. SM 80.
     mma_m16n8k8_tf32 = "m16n8k8" "tf32";
 }
 
-/// `d += a · b` for a 16×16 and a 16×8 tile of f16, fragments as PTX defines them: by products of
-/// half the depth, which is what SM 75 has.
+/// `d += a · b` for a 16×16 and a 16×8 tile of f16, fragments as PTX defines them: two products of
+/// half the depth, because SM 75 has no deeper one.
 #[cfg(not(target_feature = "sm_80"))]
 #[inline(always)]
 pub fn mma_m16n8k16_f16(d: &mut [f32; 4], a: [u32; 4], b: [u32; 2]) {
@@ -457,32 +457,32 @@ macro_rules! arithmetic {
     )*};
 }
 arithmetic! {
-    /// 2 to the power `x`, within 2 ulp; subnormals are zero.
+    /// 2 to the power `x`, within 2 ulp; flushes subnormals to zero.
     exp2(x: reg32 f32) -> reg32 f32 = "ex2.approx.ftz.f32 {}, {};";
-    /// Logarithm to base 2; subnormals are zero.
+    /// Logarithm to base 2; flushes subnormals to zero.
     log2(x: reg32 f32) -> reg32 f32 = "lg2.approx.ftz.f32 {}, {};";
-    /// `1 / x`, within 1 ulp; subnormals are zero.
+    /// `1 / x`, within 1 ulp; flushes subnormals to zero.
     rcp(x: reg32 f32) -> reg32 f32 = "rcp.approx.ftz.f32 {}, {};";
-    /// `1 / √x`, within 2 ulp; subnormals are zero.
+    /// `1 / √x`, within 2 ulp; flushes subnormals to zero.
     rsqrt(x: reg32 f32) -> reg32 f32 = "rsqrt.approx.ftz.f32 {}, {};";
-    /// `a·b + c`, rounded once; subnormals are zero.
+    /// `a·b + c`, rounded once; flushes subnormals to zero.
     fma(a: reg32 f32, b: reg32 f32, c: reg32 f32) -> reg32 f32 = "fma.rn.ftz.f32 {}, {}, {}, {};";
-    /// The larger value; a NaN loses against a number.
+    /// The larger value; of a NaN and a number, the number.
     max(a: reg32 f32, b: reg32 f32) -> reg32 f32 = "max.f32 {}, {}, {};";
-    /// Exact.
+    /// Exact conversion.
     f16_to_f32(bits: reg16 u16) -> reg32 f32 = "cvt.f32.f16 {}, {};";
-    /// To nearest, ties to even; overflow is infinite.
+    /// Rounds to nearest, ties to even; overflow becomes infinite.
     f32_to_f16(value: reg32 f32) -> reg16 u16 = "cvt.rn.f16.f32 {}, {};";
-    /// The difference of each half, as f16. SM 80.
+    /// Differences of packed f16 pairs. SM 80.
     sub_f16x2(a: reg32 u32, b: reg32 u32) -> reg32 u32 = "sub.rn.f16x2 {}, {}, {};";
-    /// The product of each half, as f16. SM 80.
+    /// Products of packed f16 pairs. SM 80.
     mul_f16x2(a: reg32 u32, b: reg32 u32) -> reg32 u32 = "mul.rn.f16x2 {}, {}, {};";
-    /// `a·b + c` of each half, as f16, rounded once. SM 80.
+    /// `a·b + c` of packed f16 pairs, rounded once. SM 80.
     fma_f16x2(a: reg32 u32, b: reg32 u32, c: reg32 u32) -> reg32 u32 = "fma.rn.f16x2 {}, {}, {}, {};";
-    /// Four of the eight bytes of `a`, the lower ones, and `b`: each of the selector's four lower
-    /// nibbles names one, or with its upper bit set eight times that one's sign.
+    /// Selects four of the eight bytes of `a` (the lower four) and `b`: each of the selector's four
+    /// lower nibbles names a byte; a nibble with its upper bit set replicates that byte's sign.
     prmt(a: reg32 u32, b: reg32 u32, selector: reg32 u32) -> reg32 u32 = "prmt.b32 {}, {}, {}, {};";
-    /// Two numbers of format e4m3 as f16, the first in the low half. Exact. SM 89.
+    /// Converts two e4m3 values to f16, the first in the low half. Exact. SM 89.
     e4m3x2_to_f16x2(x: reg16 u16) -> reg32 u32 = "cvt.rn.f16x2.e4m3x2 {}, {};";
 }
 
@@ -516,8 +516,8 @@ pub fn f32x2_to_bf16x2(lo: f32, hi: f32) -> u32 {
     packed
 }
 
-/// Rounds two values to e4m3, the first into the low byte; what is greater than 448 becomes 448.
-/// SM 89.
+/// Rounds two values to e4m3, the first into the low byte; values greater than 448 become 448. SM
+/// 89.
 #[inline(always)]
 pub fn f32x2_to_e4m3x2(lo: f32, hi: f32) -> u16 {
     let packed;
@@ -528,8 +528,8 @@ pub fn f32x2_to_e4m3x2(lo: f32, hi: f32) -> u16 {
     packed
 }
 
-/// Rounds four values to e4m3, the first into the lowest byte; what is greater than 448 becomes
-/// 448. SM 89.
+/// Rounds four values to e4m3, the first into the lowest byte; values greater than 448 become 448.
+/// SM 89.
 #[inline(always)]
 pub fn f32x4_to_e4m3x4(x: [f32; 4]) -> u32 {
     let packed;
@@ -541,7 +541,7 @@ pub fn f32x4_to_e4m3x4(x: [f32; 4]) -> u32 {
     packed
 }
 
-/// The greater of each half, as numbers without sign. SM 90.
+/// Maxima of packed pairs of u16. SM 90.
 #[inline(always)]
 pub fn max_u16x2(a: u32, b: u32) -> u32 {
     let greater;
@@ -552,7 +552,8 @@ pub fn max_u16x2(a: u32, b: u32) -> u32 {
     greater
 }
 
-/// The same value, of unknown origin to the optimiser: what is derived from it is computed anew.
+/// The same value, hidden from the optimiser: it recomputes values derived from the result instead
+/// of keeping them in registers.
 #[inline(always)]
 pub fn opaque(value: u32) -> u32 {
     let same;

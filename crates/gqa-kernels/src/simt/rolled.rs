@@ -1,11 +1,11 @@
-//! Loops that stay loops.
+//! Loops that the compiler cannot unroll.
 
 use super::opaque;
 use core::ops::Range;
 
-/// Every n-th number of a range, n being the second field, counted where the compiler does not see
-/// it, so that it can neither unroll the loop nor peel it. Code that runs once in a launch is
-/// fetched from memory as it runs, and a short loop is there sooner than a long straight line.
+/// Every n-th number of a range, n being the second field. The counter is opaque to the compiler,
+/// so that it neither unrolls the loop nor peels it. Code that runs once per launch is fetched from
+/// memory while it runs, and a short loop arrives sooner than long straight-line code.
 pub struct Rolled(pub Range<u32>, pub u32);
 
 impl Iterator for Rolled {

@@ -1,4 +1,4 @@
-//! Typed places in the block's dynamic shared memory and in that of its cluster's other blocks.
+//! Typed addresses in the CTA's dynamic shared memory and in distributed shared memory (DSMEM).
 
 use super::{
     ld_peer, ld_peer_vec, ld_shared, ld_shared_vec, peer_address, shared_base, st_async,
@@ -23,13 +23,13 @@ impl<T> Copy for Shared<T> {}
 impl<T: Pod> Shared<T> {
     const SIZE: u32 = size_of::<T>() as u32;
 
-    /// The place `bytes` bytes after the start of the block's dynamic shared memory.
+    /// The address `bytes` bytes after the start of the CTA's dynamic shared memory.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn at(bytes: u32) -> Self {
         Self { address: shared_base() + bytes, element: PhantomData }
     }
 
-    /// The place `elements` further on.
+    /// The address `elements` further on.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn offset(self, elements: u32) -> Self {
         Self { address: self.address + elements * Self::SIZE, element: PhantomData }
@@ -53,26 +53,26 @@ impl<T: Pod> Shared<T> {
         st_shared(self.offset(i).address, value);
     }
 
-    /// The 16 bytes that start at element `i`, which must lie on a 16-byte boundary.
+    /// The 16 bytes that start at element `i`, which must be aligned to 16 bytes.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn load_vec(self, i: u32) -> [u32; 4] {
         ld_shared_vec(self.offset(i).address)
     }
 
-    /// Writes the 16 bytes that start at element `i`, which must lie on a 16-byte boundary.
+    /// Writes the 16 bytes that start at element `i`, which must be aligned to 16 bytes.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn store_vec(self, i: u32, value: [u32; 4]) {
         st_shared_vec(self.offset(i).address, value);
     }
-    /// The same place in the block of that rank of the cluster. SM 90.
+    /// The same address in the CTA of rank `rank` of the cluster. SM 90.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn on(self, rank: u32) -> Peer<T> {
         Peer { address: peer_address(self.address, rank), element: PhantomData }
     }
 }
 
-/// `T` values in the shared memory of a block of the cluster; indices and offsets count elements.
-/// SM 90.
+/// `T` values in the shared memory of a CTA of the cluster (DSMEM); indices and offsets count
+/// elements. SM 90.
 pub struct Peer<T> {
     address: u32,
     element: PhantomData<T>,
@@ -86,14 +86,14 @@ impl<T> Clone for Peer<T> {
 impl<T> Copy for Peer<T> {}
 
 impl<T: Pod> Peer<T> {
-    /// The place `elements` further on.
+    /// The address `elements` further on.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn offset(self, elements: u32) -> Self {
         let bytes = elements * size_of::<T>() as u32;
         Self { address: self.address + bytes, element: PhantomData }
     }
 
-    /// Byte address in the cluster's window.
+    /// Byte address in the cluster's shared window.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn address(self) -> u32 {
         self.address
@@ -111,28 +111,28 @@ impl<T: Pod> Peer<T> {
         st_peer(self.offset(i).address, value);
     }
 
-    /// The 16 bytes that start at element `i`, which must lie on a 16-byte boundary.
+    /// The 16 bytes that start at element `i`, which must be aligned to 16 bytes.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn load_vec(self, i: u32) -> [u32; 4] {
         ld_peer_vec(self.offset(i).address)
     }
 
-    /// Writes the 16 bytes that start at element `i`, which must lie on a 16-byte boundary.
+    /// Writes the 16 bytes that start at element `i`, which must be aligned to 16 bytes.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn store_vec(self, i: u32, value: [u32; 4]) {
         st_peer_vec(self.offset(i).address, value);
     }
 
-    /// Writes element `i`, of 4 bytes, without waiting; the mbarrier at `barrier`, of the same
-    /// block, gets its bytes.
+    /// Writes element `i`, of 4 bytes, asynchronously (st.async); completes the bytes on the
+    /// mbarrier at `barrier`, in the same CTA.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn store_async(self, i: u32, value: T, barrier: u32) {
         const { assert!(size_of::<T>() == 4) };
         st_async(self.offset(i).address, bytemuck::cast(value), barrier);
     }
 
-    /// As [`store_async`](Self::store_async), the 16 bytes that start at element `i`, which must
-    /// lie on a 16-byte boundary.
+    /// As [`store_async`](Self::store_async), the 16 bytes that start at element `i`, which must be
+    /// aligned to 16 bytes.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn store_async_vec(self, i: u32, value: [u32; 4], barrier: u32) {
         st_async_vec(self.offset(i).address, value, barrier);

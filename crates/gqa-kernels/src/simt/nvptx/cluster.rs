@@ -1,5 +1,5 @@
-//! Blocks of a cluster: their barrier and each other's shared memory. SM 90; code for older GPUs
-//! has clusters of one block, and calls nothing that concerns others.
+//! CTAs of a cluster: their barrier and distributed shared memory. SM 90. For older GPUs a cluster
+//! is one CTA, and the functions for peers are not called.
 
 use bytemuck::Pod;
 use core::arch::asm;
@@ -21,29 +21,29 @@ unsafe extern "C" {
 /// Whether the target has clusters.
 const HAS_CLUSTERS: bool = cfg!(target_feature = "sm_90");
 
-/// Block within the cluster.
+/// Rank of the CTA within the cluster.
 #[inline(always)]
 pub fn cluster_rank() -> u32 {
     // SAFETY: reading a special register has no precondition.
     if HAS_CLUSTERS { unsafe { rank() } } else { 0 }
 }
 
-/// Blocks of the cluster.
+/// CTAs of the cluster.
 #[inline(always)]
 pub fn cluster_size() -> u32 {
     // SAFETY: as above.
     if HAS_CLUSTERS { unsafe { size() } } else { 1 }
 }
 
-/// Arrives at the cluster's barrier and makes this thread's accesses known there.
+/// Arrives at the cluster barrier and releases this thread's memory accesses.
 #[inline(always)]
 pub fn cluster_arrive() {
-    // SAFETY: kernels call this in uniform control flow, in turn with the wait.
+    // SAFETY: kernels call this in uniform control flow, alternating with the wait.
     unsafe { arrive() }
 }
 
-/// Arrives at the cluster's barrier. Makes nothing known there but that the block has started, and
-/// the mbarriers whose initialisation this thread has fenced.
+/// Arrives at the cluster barrier without releasing memory accesses. Peers learn only that the CTA
+/// has started, and see the mbarriers whose initialisation this thread has fenced.
 #[inline(always)]
 pub fn cluster_arrive_relaxed() {
     // SAFETY: as above.
@@ -57,8 +57,8 @@ pub fn cluster_wait() {
     unsafe { wait() }
 }
 
-/// Where that place of the own shared memory is in the block of that rank: an address of the
-/// cluster's window.
+/// The address in the CTA of rank `rank` that corresponds to `address` in this CTA's shared memory:
+/// an address in the cluster's shared window.
 #[inline(always)]
 pub fn peer_address(address: u32, rank: u32) -> u32 {
     let peer;
@@ -74,8 +74,8 @@ pub fn peer_address(address: u32, rank: u32) -> u32 {
 #[inline(always)]
 pub fn ld_peer<T: Pod>(address: u32) -> T {
     const { assert!(matches!(size_of::<T>(), 4 | 8)) };
-    // SAFETY: the address lies in a peer's shared memory, which holds nothing of Rust's; any bits
-    // are a T.
+    // SAFETY: the address lies in a peer's shared memory, where no Rust object lives; every bit
+    // pattern is a valid T.
     unsafe {
         if size_of::<T>() == 4 {
             let v: u32;
@@ -92,8 +92,8 @@ pub fn ld_peer<T: Pod>(address: u32) -> T {
 #[inline(always)]
 pub fn st_peer<T: Pod>(address: u32, value: T) {
     const { assert!(matches!(size_of::<T>(), 4 | 8)) };
-    // SAFETY: the address lies in a peer's shared memory, which holds nothing of Rust's; as many
-    // bits are read as there are.
+    // SAFETY: the address lies in a peer's shared memory, where no Rust object lives; each arm
+    // reads as many bits of the value as it has.
     unsafe {
         if size_of::<T>() == 4 {
             let v = transmute_copy::<T, u32>(&value);
@@ -105,7 +105,7 @@ pub fn st_peer<T: Pod>(address: u32, value: T) {
     }
 }
 
-/// Loads 16 bytes from a 16-byte boundary of a peer.
+/// Loads 16 bytes, aligned to 16 bytes, from a peer.
 #[inline(always)]
 pub fn ld_peer_vec(address: u32) -> [u32; 4] {
     let (a, b, c, d);
@@ -117,7 +117,7 @@ pub fn ld_peer_vec(address: u32) -> [u32; 4] {
     [a, b, c, d]
 }
 
-/// Stores 16 bytes to a 16-byte boundary of a peer.
+/// Stores 16 bytes, aligned to 16 bytes, in a peer.
 #[inline(always)]
 pub fn st_peer_vec(address: u32, [a, b, c, d]: [u32; 4]) {
     // SAFETY: the address lies in a peer's shared memory.
@@ -127,7 +127,7 @@ pub fn st_peer_vec(address: u32, [a, b, c, d]: [u32; 4]) {
     }
 }
 
-/// Stores 4 bytes in a peer, which completes them on its mbarrier; returns at once.
+/// Stores 4 bytes in a peer asynchronously and completes them on its mbarrier.
 #[inline(always)]
 pub fn st_async(address: u32, value: u32, barrier: u32) {
     // SAFETY: address and barrier lie in the same peer, whose barrier expects the bytes.
@@ -137,7 +137,7 @@ pub fn st_async(address: u32, value: u32, barrier: u32) {
     }
 }
 
-/// As [`st_async`], 8 bytes to an 8-byte boundary.
+/// As [`st_async`], 8 bytes, aligned to 8 bytes.
 #[inline(always)]
 pub fn st_async_vec2(address: u32, [a, b]: [u32; 2], barrier: u32) {
     // SAFETY: as above.
@@ -147,7 +147,7 @@ pub fn st_async_vec2(address: u32, [a, b]: [u32; 2], barrier: u32) {
     }
 }
 
-/// As [`st_async`], 16 bytes to a 16-byte boundary.
+/// As [`st_async`], 16 bytes, aligned to 16 bytes.
 #[inline(always)]
 pub fn st_async_vec(address: u32, [a, b, c, d]: [u32; 4], barrier: u32) {
     // SAFETY: as above.

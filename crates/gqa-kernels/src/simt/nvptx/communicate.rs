@@ -1,5 +1,5 @@
-//! Blocks that pass data to each other through global memory, and grids that start before the one
-//! before them has ended.
+//! Communication between CTAs through global memory, and programmatic dependent launch: grids that
+//! start before the previous one has ended.
 
 use super::Global;
 use core::arch::asm;
@@ -27,7 +27,7 @@ macro_rules! atomics {
                 old
             })*
 
-            /// Element `i`, and what was released with it.
+            /// Acquire load of element `i`.
             #[inline(always)]
             pub fn load_acquire(self, i: usize) -> u32 {
                 let value;
@@ -38,7 +38,7 @@ macro_rules! atomics {
                 value
             }
 
-            /// Element `i`, as it is now; orders nothing.
+            /// Relaxed load of element `i`.
             #[inline(always)]
             pub fn load_relaxed(self, i: usize) -> u32 {
                 let value;
@@ -49,7 +49,8 @@ macro_rules! atomics {
                 value
             }
 
-            /// Writes element `i` and releases with it all that this thread has done and seen.
+            /// Release store of element `i`: releases all earlier accesses that this thread has
+            /// made or observed.
             #[inline(always)]
             pub fn store_release(self, i: usize, value: u32) {
                 // SAFETY: inside what the launch bound.
@@ -58,7 +59,7 @@ macro_rules! atomics {
                 };
             }
 
-            /// Writes element `i`; orders nothing.
+            /// Relaxed store of element `i`.
             #[inline(always)]
             pub fn store_relaxed(self, i: usize, value: u32) {
                 // SAFETY: inside what the launch bound.
@@ -70,30 +71,30 @@ macro_rules! atomics {
     };
 }
 atomics! {
-    /// Adds to element `i`; returns what it was. Orders nothing.
+    /// Adds to element `i` and returns its old value. Relaxed.
     atomic_add(addend) = "atom.relaxed.gpu.global.add.u32";
-    /// As `atomic_add`, releasing and acquiring.
+    /// `atomic_add` with acquire and release.
     atomic_add_acq_rel(addend) = "atom.acq_rel.gpu.global.add.u32";
-    /// Adds one to element `i`, which becomes 0 where it was `last` or more; returns what it was.
-    /// Orders nothing.
+    /// Adds one to element `i`, or resets it to 0 if it is `last` or more; returns its old value.
+    /// Relaxed.
     atomic_inc(last) = "atom.relaxed.gpu.global.inc.u32";
-    /// As `atomic_inc`, releasing and acquiring.
+    /// `atomic_inc` with acquire and release.
     atomic_inc_acq_rel(last) = "atom.acq_rel.gpu.global.inc.u32";
 }
 
-/// Orders what this thread has done and seen before its later atomic stores, and its earlier atomic
-/// loads before what it does later.
+/// Fence: orders this thread's earlier accesses before its later atomic stores, and its earlier
+/// atomic loads before its later accesses.
 #[inline(always)]
 pub fn fence_gpu() {
     // SAFETY: a fence.
     unsafe { asm!("fence.acq_rel.gpu;", options(nostack)) }
 }
 
-/// Whether a grid can start before the one ahead of it has ended.
+/// Whether a grid can start before the previous one has ended.
 const HAS_DEPENDENT_LAUNCH: bool = cfg!(target_feature = "sm_90");
 
-/// Waits until the grids before this one have ended and their memory can be seen; code for GPUs
-/// before SM 90 starts no earlier.
+/// Waits until the previous grids have ended and their writes are visible. No effect before SM 90,
+/// where a grid never starts early.
 #[inline(always)]
 pub fn grid_dependency_wait() {
     if HAS_DEPENDENT_LAUNCH {
@@ -102,8 +103,8 @@ pub fn grid_dependency_wait() {
     }
 }
 
-/// Lets the grid after this one start, once all blocks have said so or exited; it starts behind
-/// this one in code for GPUs before SM 90.
+/// Lets the next grid start once all CTAs have called this or exited. No effect before SM 90, where
+/// the next grid starts after this one.
 #[inline(always)]
 pub fn launch_dependents() {
     if HAS_DEPENDENT_LAUNCH {

@@ -1,17 +1,17 @@
-//! Barriers in shared memory that count arrivals and bytes. SM 90.
+//! mbarriers: barriers in shared memory that count arrivals and bytes. SM 90.
 
 use core::arch::asm;
 
-/// Makes the barrier at `address` wait for `arrivals` per phase.
+/// Initialises the barrier at `address`, with `arrivals` expected per phase.
 #[inline(always)]
 pub fn mbarrier_init(address: u32, arrivals: u32) {
-    // SAFETY: eight bytes of the block's shared memory, aligned.
+    // SAFETY: eight aligned bytes of the CTA's shared memory.
     unsafe {
         asm!("mbarrier.init.shared::cta.b64 [{}], {};", in(reg32) address, in(reg32) arrivals, options(nostack))
     }
 }
 
-/// Makes initialised barriers visible to TMA; a block barrier must follow.
+/// Makes initialised barriers visible to TMA; a CTA barrier must follow.
 #[inline(always)]
 pub fn fence_mbarrier_init() {
     // SAFETY: a fence.
@@ -25,7 +25,7 @@ pub fn mbarrier_arrive(address: u32) {
     unsafe { asm!("mbarrier.arrive.shared::cta.b64 _, [{}];", in(reg32) address, options(nostack)) }
 }
 
-/// Arrives once and adds `bytes` to what the phase waits for.
+/// Arrives once and adds `bytes` to the bytes that the phase expects.
 #[inline(always)]
 pub fn mbarrier_arrive_expect(address: u32, bytes: u32) {
     // SAFETY: an initialised barrier.
@@ -35,7 +35,7 @@ pub fn mbarrier_arrive_expect(address: u32, bytes: u32) {
     }
 }
 
-/// Waits until the phase of that parity has completed.
+/// Waits until the phase with parity `parity` has completed.
 #[inline(always)]
 #[allow(named_asm_labels)]
 pub fn mbarrier_wait(address: u32, parity: u32) {
@@ -46,8 +46,8 @@ pub fn mbarrier_wait(address: u32, parity: u32) {
     }
 }
 
-/// Whether the phase of that parity has completed: 1 or 0. The answer takes its time, in which the
-/// thread can do something else.
+/// Whether the phase with parity `parity` has completed: 1 or 0. The thread can do other work until
+/// it needs the answer.
 #[inline(always)]
 pub fn mbarrier_test(address: u32, parity: u32) -> u32 {
     let done;
@@ -70,17 +70,17 @@ pub fn mbarrier_wait_unless(tested: u32, address: u32, parity: u32) {
     }
 }
 
-/// Arrives once at a barrier of a peer and makes this thread's accesses known to those who wait
+/// Arrives once at a peer's barrier and releases this thread's accesses to the threads that wait
 /// there.
 #[inline(always)]
 pub fn mbarrier_arrive_peer(address: u32) {
-    // SAFETY: an initialised barrier of a block that has started and has not exited.
+    // SAFETY: an initialised barrier of a CTA that has started and has not exited.
     unsafe {
         asm!("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [{}];", in(reg32) address, options(nostack))
     }
 }
 
-/// As [`mbarrier_arrive_peer`], and adds `bytes` to what the phase waits for.
+/// [`mbarrier_arrive_peer`] that also adds `bytes` to the bytes that the phase expects.
 #[inline(always)]
 pub fn mbarrier_arrive_expect_peer(address: u32, bytes: u32) {
     // SAFETY: as above.
@@ -90,12 +90,12 @@ pub fn mbarrier_arrive_expect_peer(address: u32, bytes: u32) {
     }
 }
 
-/// Waits until the phase of that parity has completed, and sees what peers have done before they
-/// arrived there.
+/// Waits until the phase with parity `parity` has completed, and acquires the accesses that peers
+/// made before they arrived.
 #[inline(always)]
 #[allow(named_asm_labels)]
 pub fn mbarrier_wait_cluster(address: u32, parity: u32) {
-    // SAFETY: an initialised barrier of this block; the label is local to the braces.
+    // SAFETY: an initialised barrier of this CTA; the label is local to the braces.
     unsafe {
         asm!("{{ .reg .pred done; WAIT: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [{}], {}; @!done bra WAIT; }}",
             in(reg32) address, in(reg32) parity, options(nostack))

@@ -1,29 +1,28 @@
-//! Copies between global and shared memory that TMA (TMA) does: boxes of tensors, and bytes in a
-//! row. SM 90.
+//! Copies between global and shared memory by TMA: boxes of tensors, and contiguous bytes. SM 90.
 
 use super::Global;
 use bytemuck::Pod;
 use core::arch::asm;
 
-/// A tensor map: what TMA knows of a tensor and its boxes.
+/// A tensor map: the description of a tensor and its boxes for TMA.
 #[derive(Clone, Copy)]
 pub struct TensorMap(u64);
 
-/// A kernel parameter that holds a tensor map. The builder aligns it to 64 bytes, as TMA wants it.
+/// A kernel parameter that holds a tensor map. The builder aligns it to 64 bytes, as TMA requires.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub struct TensorMapParam([u64; 16]);
 
 impl TensorMap {
-    /// The map at that address of parameter memory.
+    /// The map at address `address` of parameter memory.
     #[inline(always)]
     pub const fn at(address: u64) -> Self {
         Self(address)
     }
 }
 
-/// The tensor map in parameter number `$i` of kernel `$kernel`, where it is: a copy of it would be
-/// of no use to TMA.
+/// The tensor map in parameter number `$i` of kernel `$kernel`, by its address: TMA cannot use a
+/// copy in local memory.
 #[cfg(any(
     feature = "family-hopper",
     feature = "family-hopper-masked",
@@ -57,8 +56,8 @@ macro_rules! tensor_map_param {
 ))]
 pub(crate) use tensor_map_param;
 
-/// Copies the map's box at `coordinates` (fastest dimension first) to shared memory and completes
-/// on the barrier with the box's bytes; what lies outside the tensor is zero.
+/// Starts copying the map's box at `coordinates` (fastest dimension first) to shared memory and
+/// completes the box's bytes on the barrier; elements outside the tensor become zero.
 #[inline(always)]
 pub fn tma_load(destination: u32, map: TensorMap, coordinates: [u32; 4], barrier: u32) {
     let [x, y, z, w] = coordinates;
@@ -70,19 +69,19 @@ pub fn tma_load(destination: u32, map: TensorMap, coordinates: [u32; 4], barrier
     }
 }
 
-/// Starts copying a box from shared memory to the tensor; what lies outside the tensor is not
+/// Starts copying a box from shared memory to the tensor; elements outside the tensor are not
 /// written.
 #[inline(always)]
 pub fn tma_store(map: TensorMap, coordinates: [u32; 4], source: u32) {
     let [x, y, z, w] = coordinates;
-    // SAFETY: the box lies in the block's shared memory.
+    // SAFETY: the box lies in the CTA's shared memory.
     unsafe {
         asm!("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [{}, {{{}, {}, {}, {}}}], [{}];",
             in(reg64) map.0, in(reg32) x, in(reg32) y, in(reg32) z, in(reg32) w, in(reg32) source, options(nostack))
     }
 }
 
-/// What the L2 cache is to do with what a copy reads.
+/// L2 cache eviction policy for the data that a copy reads.
 #[derive(Clone, Copy)]
 pub struct CachePolicy(u64);
 
@@ -102,14 +101,14 @@ macro_rules! cache_policies {
     )*};
 }
 cache_policies! {
-    /// Drop it first: nobody reads it again.
+    /// For data that is not read again.
     evict_first = "evict_first";
-    /// Keep it: others read it soon.
+    /// For data that other CTAs read soon.
     evict_last = "evict_last";
 }
 
-/// Copies `bytes` bytes from element `i` of `source` on to shared memory and completes on the
-/// barrier with them. Both places lie on 16-byte boundaries; `bytes` is a multiple of 16.
+/// Starts copying `bytes` bytes from element `i` of `source` on to shared memory and completes them
+/// on the barrier. Both addresses are aligned to 16 bytes; `bytes` is a multiple of 16.
 #[inline(always)]
 pub fn bulk_load<T: Pod>(destination: u32, source: Global<T>, i: usize, bytes: u32, barrier: u32) {
     // SAFETY: the bytes are bound and fit at the destination; the barrier expects them.
@@ -119,7 +118,7 @@ pub fn bulk_load<T: Pod>(destination: u32, source: Global<T>, i: usize, bytes: u
     }
 }
 
-/// As [`bulk_load`], with a hint for the L2 cache.
+/// [`bulk_load`] with an L2 cache policy.
 #[inline(always)]
 pub fn bulk_load_hinted<T: Pod>(
     destination: u32,
@@ -137,7 +136,7 @@ pub fn bulk_load_hinted<T: Pod>(
     }
 }
 
-/// Closes the group of bulk stores this thread started since the last one.
+/// Closes this thread's group of bulk stores.
 #[inline(always)]
 pub fn bulk_commit() {
     // SAFETY: no precondition.
@@ -151,7 +150,7 @@ pub fn bulk_wait_read() {
     unsafe { asm!("cp.async.bulk.wait_group.read 0;", options(nostack)) }
 }
 
-/// Fetches a map before its first use.
+/// Prefetches a map before its first use.
 #[inline(always)]
 pub fn prefetch_tensor_map(map: TensorMap) {
     // SAFETY: a hint.
@@ -159,7 +158,7 @@ pub fn prefetch_tensor_map(map: TensorMap) {
 }
 
 /// Orders this thread's writes to shared memory before later reads by the tensor cores and TMA; a
-/// barrier among writers and readers must follow.
+/// barrier between writers and readers must follow.
 #[inline(always)]
 pub fn fence_proxy_async() {
     // SAFETY: a fence.

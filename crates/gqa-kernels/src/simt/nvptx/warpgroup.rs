@@ -2,7 +2,7 @@
 //!
 //! Accumulators are `[f32; N / 2]` per thread: element `4j + {0, 1}` is row `lane / 4` of the
 //! warp's 16, columns `8j + 2 (lane % 4) + {0, 1}`; `4j + {2, 3}` are the same columns eight rows
-//! further down.
+//! below.
 
 use core::arch::asm;
 use core::mem::MaybeUninit;
@@ -31,7 +31,7 @@ pub fn wgmma_fence() {
     unsafe { fence() }
 }
 
-/// Closes the group of wgmmas issued since the last one.
+/// Closes the group of wgmmas.
 #[inline(always)]
 pub fn wgmma_commit() {
     // SAFETY: as above.
@@ -45,21 +45,22 @@ pub fn wgmma_wait<const N: u64>() {
     unsafe { wait(N) }
 }
 
-/// Raises this warpgroup's registers per thread; waits until the block has them to give.
+/// Raises this warpgroup's registers per thread (setmaxnreg); waits until the CTA has them free.
 #[inline(always)]
 pub fn registers_raise<const COUNT: u32>() {
     // SAFETY: as above.
     unsafe { registers_inc(COUNT) }
 }
 
-/// Lowers this warpgroup's registers per thread.
+/// Lowers this warpgroup's registers per thread (setmaxnreg).
 #[inline(always)]
 pub fn registers_lower<const COUNT: u32>() {
     // SAFETY: as above.
     unsafe { registers_dec(COUNT) }
 }
 
-/// Waits at named barrier `id` until `threads` threads have arrived there, these included.
+/// Arrives at named barrier `id` and waits until `threads` threads have arrived, the callers
+/// included.
 #[inline(always)]
 pub fn named_barrier_sync(id: u32, threads: u32) {
     // SAFETY: as above.
@@ -73,8 +74,8 @@ pub fn named_barrier_arrive(id: u32, threads: u32) {
     unsafe { barrier_arrive(id, threads) }
 }
 
-/// One instruction form for every width: the accumulator operands are numbered first, the others
-/// follow. A product is over 32 bytes of each operand's rows.
+/// One instruction form for every width: accumulator operands have the first numbers, the other
+/// operands follow. A product reads 32 bytes of each operand's rows.
 macro_rules! wgmma {
     ($ty:literal $depth:literal, $k_major:literal, $mn_major:literal, $order:literal, $fresh:ident, $add:ident, $registers:ident; $($count:literal $n:literal ($a:literal $b:literal $a1:literal $a2:literal $a3:literal $keep:literal) [$($i:literal)*];)*) => {
         /// `a · b`, both K-major in shared memory, given by descriptors.
@@ -132,7 +133,7 @@ macro_rules! wgmma {
     };
 }
 
-/// The widths in use: accumulators per thread, N, the numbers of the operands behind them.
+/// The widths in use: accumulators per thread, N, the numbers of the operands that follow.
 macro_rules! widths {
     ($($call:tt)*) => { wgmma! { $($call)*
     32 "64" (32 33 34 35 36 37)
@@ -176,7 +177,7 @@ macro_rules! widths {
         127];
     } };
 }
-// What has 8 bits is K-major wherever it lies.
+// 8-bit operands have to be K-major.
 widths!("bf16" "k16", ", 0, 0", ", 1", "MN-major", wgmma_bf16, wgmma_add_bf16, wgmma_registers_bf16;);
 widths!("f16" "k16", ", 0, 0", ", 1", "MN-major", wgmma_f16, wgmma_add_f16, wgmma_registers_f16;);
 widths!("e4m3" "k32", "", "", "K-major", wgmma_e4m3, wgmma_add_e4m3, wgmma_registers_e4m3;);
