@@ -59,7 +59,7 @@ pub const THREADS: u32 = WARPS * 32;
 pub const MAX_SPLITS: u32 = 128;
 
 const WARPS: u32 = 4;
-/// Blocks of 8 keys in a tile.
+/// 8-key MMA tiles in a tile.
 const N8: usize = KEYS as usize / 8;
 
 /// A kernel for head sizes up to `8 D8` whose warps have `STAGES` pipeline stages; with or without

@@ -71,8 +71,8 @@ use layout::{Blocks, Layout, SideBySide};
 /// Fewest rows of a block of a paged KV cache.
 pub const LEAST_BLOCK: u32 = Blocks::PIECE;
 
-/// A tile shape: warps of `M` blocks of 16 rows, `D8` blocks of 8 columns, `N8` blocks of 8 keys;
-/// with or without a bias or a mask.
+/// A tile shape: warps of `M` 16-row MMA tiles, `D8` 8-column MMA tiles, `N8` 8-key MMA tiles; with
+/// or without a bias or a mask.
 pub struct Tiled<
     const M: usize,
     const D8: usize,
@@ -82,8 +82,8 @@ pub struct Tiled<
 >;
 
 // One shape per head size, and two for 128, each the fastest measured on an H100 that lets an SM
-// hold two CTAs. Two 16-row blocks per warp halve the reads of K and V from shared memory; from 192
-// columns on, their accumulators would not fit the registers.
+// hold two CTAs. Two 16-row MMA tiles per warp halve the reads of K and V from shared memory; from
+// 192 columns on, their accumulators would not fit the registers.
 
 /// Head sizes up to 32.
 pub type D32 = Tiled<2, 4, 8, 128>;
@@ -285,7 +285,7 @@ impl<const M: usize, const D8: usize, const N8: usize, const THREADS: u32, const
         Shared::at(Self::KEPT + 16 * r)
     }
 
-    /// A lane's row in block `m` of the warp's 16-row blocks.
+    /// A lane's row in number `m` of the warp's 16-row MMA tiles.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn row(m: usize, half: usize) -> Row {
         Row::kept(Self::kept(Self::WARP_ROWS * warp() + 16 * m as u32 + row_of(half)))

@@ -25,8 +25,8 @@ use crate::tile::softmax::{ScoreScale, States, mask, weigh_row};
 use crate::tile::swizzle::{RowCopy, Swizzled, WarpRead, swizzled_bytes};
 use crate::tile::tf32::{ValueRead, accumulate, output, scores};
 
-/// A tile shape: warps of `M` blocks of 16 rows, `D8` blocks of 8 columns, which are `UNITS` units
-/// of 16 bytes, `N8` blocks of 8 keys.
+/// A tile shape: warps of `M` 16-row MMA tiles, `D8` 8-column MMA tiles, which are `UNITS` units of
+/// 16 bytes, `N8` 8-key MMA tiles.
 pub struct TiledF32<
     const M: usize,
     const D8: usize,
@@ -35,7 +35,7 @@ pub struct TiledF32<
     const THREADS: u32,
 >;
 
-// Every warp has one 16-row block: two would read K and V half as often, but these kernels are
+// Every warp has one 16-row MMA tile: two would read K and V half as often, but these kernels are
 // bound by products, not by reads.
 
 /// Head sizes up to 32.

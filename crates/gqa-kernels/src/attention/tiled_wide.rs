@@ -49,8 +49,8 @@ use crate::tile::softmax::{ScoreScale, States, mask, row_max, total, weigh_again
 use crate::tile::swizzle::{RowCopy, Swizzled, WarpRead, swizzled_bytes};
 use crate::tile::wide::{accumulate, store_weights};
 
-/// A tile shape. A warp has `M` blocks of 16 rows; it computes the scores of `N8` of the `K8`
-/// blocks of 8 keys, and accumulates `D8` of the `UNITS` blocks of 8 columns.
+/// A tile shape. A warp has `M` 16-row MMA tiles; it computes the scores of `N8` of the `K8` 8-key
+/// MMA tiles, and accumulates `D8` of the `UNITS` 8-column MMA tiles.
 pub struct TiledWide<
     const THREADS: u32,
     const M: usize,
@@ -60,7 +60,7 @@ pub struct TiledWide<
     const UNITS: usize,
 >;
 
-// One shape per number of rows and size of shared memory. Every warp has one 16-row block: two
+// One shape per number of rows and size of shared memory. Every warp has one 16-row MMA tile: two
 // would halve the reads of V from shared memory, but are slower.
 
 /// Decode with 99 KiB of shared memory per CTA: 16 rows, 32 keys.

@@ -1,5 +1,5 @@
-//! Rows of a quantized cache that have a scale each: lanes of a warp that share a new row tell each
-//! other its largest number, of which the scale follows. See
+//! Per-token scales of a quantized cache: the lanes that share a new row exchange its greatest
+//! magnitude by shuffles, and the scale follows from that. See
 //! [`Code::row_scale`](crate::num::Code::row_scale).
 
 use super::rope::Rope;
@@ -7,15 +7,15 @@ use super::walk::Walk;
 use crate::num::{Element, magnitude, unpack};
 use crate::simt::{Global, Rolled, any_sync, shfl_xor_u32};
 
-/// A new row of a KV head, and which of the lanes that share it this is.
+/// A new row of a KV head, and one of the lanes that share it.
 pub struct NewRow<T> {
-    /// Where it starts.
+    /// The tensor, and the index of the row's first element.
     pub from: (Global<T>, usize),
-    /// Of a key.
+    /// Position of a key, for the rotary embedding; `None` for a value.
     pub position: Option<i64>,
-    /// Its size.
+    /// Length of the row.
     pub head_size: u32,
-    /// This one.
+    /// This lane's number among the lanes that share the row.
     pub lane: u32,
 }
 
@@ -27,7 +27,7 @@ impl<T: Element> NewRow<T> {
         Rolled(self.lane * T::PER_VEC..self.head_size, step)
     }
 
-    /// The vector from an element on, rotated if it is a key's.
+    /// The vector from element `element` on, rotated if it is a key's.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn vector(&self, rope: &Rope<T>, element: u32) -> [u32; 4] {
         let (x, head) = self.from;
@@ -37,16 +37,16 @@ impl<T: Element> NewRow<T> {
         }
     }
 
-    /// The largest magnitude of this lane's vectors.
+    /// Bits of the greatest magnitude of this lane's vectors.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn largest(&self, rope: &Rope<T>) -> u32 {
         self.elements().fold(0, |x, e| largest_of::<T>(x, self.vector(rope, e)))
     }
 }
 
-/// Gives `write` this lane's part of each new row, what goes with it, and the row's largest
-/// magnitude. `row` tells which row an index of the space of that size is, of which lanes are the
-/// last.
+/// Calls `write` with this lane's part of each new row, `row`'s second result, and the bits of the
+/// row's greatest magnitude. `row` maps an index of a space of size `size`, whose last dimension is
+/// the lane, to a row.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn each_row<T: Element, R>(
     size: [u32; 4],
@@ -57,7 +57,7 @@ pub fn each_row<T: Element, R>(
     let mut walk = Walk::over(size);
     loop {
         let index = walk.next();
-        // Lanes whose rows are done still take part in the shuffles of others.
+        // Lanes without a row left still take part in the shuffles of others.
         if !any_sync(index.is_some()) {
             return;
         }
@@ -70,13 +70,13 @@ pub fn each_row<T: Element, R>(
     }
 }
 
-/// Neighbouring lanes that share a row of so many parts: a power of two.
+/// Neighbouring lanes that share a row of `parts` vectors: a power of two.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn lanes(parts: u32) -> u32 {
     parts.next_power_of_two().min(32)
 }
 
-/// The largest magnitude of a vector's numbers and of `largest`.
+/// Bits of the greatest magnitude among a vector's elements and `largest`.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn largest_of<T: Element>(largest: u32, vector: [u32; 4]) -> u32 {
     let (values, per_vec) = (unpack::<T>(vector), T::PER_VEC as usize);
@@ -87,7 +87,7 @@ pub fn largest_of<T: Element>(largest: u32, vector: [u32; 4]) -> u32 {
     largest
 }
 
-/// The largest of so many neighbouring lanes. Whole warps take part.
+/// Maximum over each group of `lanes` neighbouring lanes. Whole warps take part.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn largest_of_lanes(mut largest: u32, lanes: u32) -> u32 {
     let mut mask = lanes / 2;

@@ -7,7 +7,7 @@ use crate::params::DecodeParams;
 #[cfg(not(target_arch = "nvptx64"))]
 pub(super) static TABLES: &[&[super::Entry]] = &[DECODE, DECODE_WARPGROUP];
 
-/// Table rows of the decode kernels, for both 16-bit types: `F16 NAME, BF16 NAME => SHAPE, CTAS PER
+/// Table rows of the decode kernels, for both 16-bit types: `F16 NAME, BF16 NAME => SHAPE, CTAs per
 /// SM`.
 macro_rules! decode_kernels {
     ($table:ident, $feature:literal, { $($f16:ident, $bf16:ident => $shape:ty, $min_blocks:literal;)* }) => {

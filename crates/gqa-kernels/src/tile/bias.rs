@@ -7,7 +7,7 @@ use crate::params::{MaskedParams, Strides, vectors};
 use crate::simt::Global;
 use bytemuck::{Pod, cast};
 
-/// A lane's loaded words for `M` blocks of 16 rows and `N8` blocks of 8 keys, not unpacked yet.
+/// A lane's loaded words for `M` 16-row MMA tiles and `N8` 8-key MMA tiles, not unpacked yet.
 pub type Words<const M: usize, const N8: usize> = [[[u32; N8]; 2]; M];
 
 /// attention_bias or attn_mask, (batch, query head, row, key).
@@ -151,7 +151,7 @@ impl<T: MmaElement> Bias<T> {
     }
 }
 
-/// Loads a word for each block of 8 keys; the lane's first word of a row is at `first(m, half)`.
+/// Loads a word for each 8 keys; the lane's first word of a row is at `first(m, half)`.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn words<U: Pod, const M: usize, const N8: usize>(
     first: impl Fn(usize, usize) -> Global<U>,

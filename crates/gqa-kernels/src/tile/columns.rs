@@ -1,7 +1,7 @@
 //! The two products of attention for few query rows, which are columns of the second product.
 //!
 //! `S = Q Kᵀ` has the query rows as rows, and a lane holds the scores of row `l/4` (and `l/4 + 8`)
-//! as in [`fragment`](super::fragment). Two such 16×8 blocks of P, packed in pairs, are the B
+//! as in [`fragment`](super::fragment). Two such 16×8 MMA tiles of P, packed in pairs, are the B
 //! operand of `Oᵀ = Vᵀ Pᵀ`, eight query rows wide. So eight rows, for example the heads of a group,
 //! cost half of what sixteen do, and P stays in registers. Of 8 columns of the output a lane holds
 //!
@@ -17,14 +17,14 @@ use super::swizzle::{Swizzled, WarpRead};
 use crate::num::MmaElement;
 use crate::simt::{lane, ldmatrix_x4, ldmatrix_x4_trans, shfl_idx_f32};
 
-/// Query rows as A operands: for every 8 columns, `M` blocks of two 8-row halves.
+/// Query rows as A operands: for every 8 columns, `M` MMA tiles of two 8-row halves.
 pub type Queries<const M: usize, const D8: usize> = [[[u32; 2]; M]; D8];
 
-/// Transposed output: for every 8 columns, `M` blocks of two 8-row halves; a lane holds two values
-/// of each.
+/// Transposed output: for every 8 columns, `M` MMA tiles of two 8-row halves; a lane holds two
+/// values of each.
 pub type Columns<const M: usize, const D8: usize> = [[[[f32; 2]; 2]; M]; D8];
 
-/// Loads `HALVES` 8-row halves of each block of 16 query rows.
+/// Loads `HALVES` 8-row halves of each 16 query rows.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn load_queries<T: MmaElement, const M: usize, const HALVES: usize, const D8: usize>(
     tile: Swizzled<T, D8>,
@@ -52,7 +52,7 @@ pub fn load_depth<T: MmaElement, const M: usize, const HALVES: usize, const D8: 
     columns
 }
 
-/// `scores = queries · keysᵀ` over `N8` blocks of 8 keys; `queries(depth)` is what [`load_depth`]
+/// `scores = queries · keysᵀ` over `N8` 8-key MMA tiles; `queries(depth)` is what [`load_depth`]
 /// returns.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn scores<T: MmaElement, const M: usize, const D8: usize, const N8: usize>(
@@ -95,7 +95,7 @@ pub fn weigh<const M: usize, const HALVES: usize, const N8: usize, const D8: usi
     });
 }
 
-/// `out += (weights · values)ᵀ` over `N8` blocks of 8 keys. Rows of `values` have `U` units and the
+/// `out += (weights · values)ᵀ` over `N8` 8-key MMA tiles. Rows of `values` have `U` units and the
 /// first `D8` are used.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn accumulate<

@@ -1,6 +1,7 @@
 //! Products of tiles by `mma.m16n8k16`, their results spread over the 32 lanes of a warp.
 //!
-//! A warp owns `M` blocks of 16 rows. Of a 16×8 block of a product, lane `l` holds four values:
+//! A warp owns `M` 16-row MMA tiles. Of a 16×8 tile of a product (m16n8), lane `l` holds four
+//! values:
 //!
 //! ```text
 //!                columns 2(l%4), 2(l%4)+1
@@ -8,14 +9,14 @@
 //! row l/4 + 8    [2]  [3]
 //! ```
 //!
-//! Two neighbouring blocks of scores, rounded and packed in pairs, are exactly the 16×16 A operand
-//! of the next product, so P stays in registers.
+//! Two neighbouring MMA tiles of scores, rounded and packed in pairs, are exactly the 16×16 A
+//! operand of the next product, so P stays in registers.
 
 use super::swizzle::{Swizzled, WarpRead};
 use crate::num::MmaElement;
 use crate::simt::{lane, ldmatrix_x2, ldmatrix_x4, ldmatrix_x4_trans, st_shared};
 
-/// `M` blocks of 16 rows by `C8` blocks of 8 columns.
+/// `M` 16-row by `C8` 8-column MMA tiles.
 pub type Fragments<const M: usize, const C8: usize> = [[[f32; 4]; C8]; M];
 
 /// All zero.
@@ -24,19 +25,19 @@ pub fn zeros<const M: usize, const C8: usize>() -> Fragments<M, C8> {
     [[[0.0; 4]; C8]; M]
 }
 
-/// A lane's row in a 16-row block: `half` 0 for values 0 and 1, 1 for values 2 and 3.
+/// A lane's row in a 16-row MMA tile: `half` 0 for values 0 and 1, 1 for values 2 and 3.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn row_of(half: usize) -> u32 {
     lane() / 4 + 8 * half as u32
 }
 
-/// A lane's first column in an 8-column block.
+/// A lane's first column in an 8-column MMA tile.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn column_of() -> u32 {
     lane() % 4 * 2
 }
 
-/// A operands of `M` blocks of 16 rows, for each pair of 16-byte units.
+/// A operands of `M` 16-row MMA tiles, for each pair of 16-byte units.
 pub type LeftOperands<const M: usize, const UNITS: usize> = [[[u32; 4]; M]; UNITS];
 
 /// Loads the A operands of the first `pairs` pairs of units, a constant, to be held in registers;
@@ -53,7 +54,7 @@ pub fn left_operands<const M: usize, const UNITS: usize>(
     operands
 }
 
-/// `scores = queries · keysᵀ` over the warp's `M` blocks of 16 rows and `N8` blocks of 8 keys; `N8`
+/// `scores = queries · keysᵀ` over the warp's `M` 16-row MMA tiles and `N8` 8-key MMA tiles; `N8`
 /// is 1 or even. `left` and `right` read A and B operands.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn scores<T: MmaElement, const M: usize, const UNITS: usize, const N8: usize>(
@@ -101,7 +102,7 @@ pub fn scores_at<T: MmaElement, const M: usize, const UNITS: usize, const N8: us
     scores
 }
 
-/// `out += weights · values` over `N8` blocks of 8 keys. Rows of `values` have `U` units and the
+/// `out += weights · values` over `N8` 8-key MMA tiles. Rows of `values` have `U` units and the
 /// first `D8` are used. `left` must be [`WarpRead::by_columns`].
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn accumulate<
@@ -159,7 +160,7 @@ pub fn store<T: MmaElement, const M: usize, const D8: usize, const UNITS: usize>
     }
 }
 
-/// The A operand made of blocks `2 depth` and `2 depth + 1`.
+/// The A operand made of MMA tiles `2 depth` and `2 depth + 1`.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn pack<T: MmaElement, const N8: usize>(weights: &[[f32; 4]; N8], depth: usize) -> [u32; 4] {
     let [first, second] = [weights[2 * depth], weights[2 * depth + 1]];

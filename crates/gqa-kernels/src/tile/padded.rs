@@ -139,7 +139,7 @@ impl<const D8: usize, const TEAM: u32> Team<D8, TEAM> {
     }
 }
 
-/// `scores = queries · keysᵀ` over `N8` blocks of 8 keys. `queries` starts at the warp's first row.
+/// `scores = queries · keysᵀ` over `N8` 8-key MMA tiles. `queries` starts at the warp's first row.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn scores<T: MmaElement, const M: usize, const D8: usize, const N8: usize>(
     queries: Tile<T, D8>,
@@ -163,7 +163,7 @@ pub fn scores<T: MmaElement, const M: usize, const D8: usize, const N8: usize>(
     scores
 }
 
-/// `out += weights · values` over `N8` blocks of 8 keys.
+/// `out += weights · values` over `N8` 8-key MMA tiles.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn accumulate<T: MmaElement, const M: usize, const D8: usize, const N8: usize>(
     out: &mut Fragments<M, D8>,
@@ -183,12 +183,12 @@ pub fn accumulate<T: MmaElement, const M: usize, const D8: usize, const N8: usiz
     }
 }
 
-/// A lane's `ldmatrix` address for the first 16×16 elements of a tile, whose four 8×8 blocks it
+/// A lane's `ldmatrix` address for the first 16×16 elements of a tile, whose four 8×8 matrices it
 /// loads in the order upper left, lower left, upper right, lower right.
 ///
 /// In this order they form an A operand. With keys as rows they are the B operands of keys 0..8
-/// (first and third block) and 8..16. With values as rows, transposed, they are the B operands of
-/// columns 0..8 (first and second block) and 8..16.
+/// (first and third matrix) and 8..16. With values as rows, transposed, they are the B operands of
+/// columns 0..8 (first and second matrix) and 8..16.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn lanes_part<T: MmaElement, const D8: usize>(tile: Tile<T, D8>) -> Tile<T, D8> {
     tile.from(lane() % 16, lane() / 16 * UNIT)

@@ -12,7 +12,7 @@ use crate::concept::softmax::{LOG2_E, PlainState, SoftmaxState};
 use crate::num::tanh;
 use crate::simt::{any_sync, max, rcp, shfl_xor_f32};
 
-/// States of a lane's rows: two in each of `M` blocks.
+/// States of a lane's rows: two in each of `M` MMA tiles.
 pub type States<const M: usize> = [[SoftmaxState; 2]; M];
 
 /// Lazy-rescale threshold: how far a score (times log2 e) may exceed the lagged row maximum.

@@ -282,7 +282,7 @@ impl<const D8: usize> WarpRead<D8> {
         Self::of(lane())
     }
 
-    /// The share of `lane`, the calling lane, with the four 8×8 blocks in the order upper left,
+    /// The share of `lane`, the calling lane, with the four 8×8 matrices in the order upper left,
     /// upper right, lower left, lower right. For keys these are two B operands one after the other.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn of(lane: u32) -> Self {

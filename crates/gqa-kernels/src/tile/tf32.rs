@@ -19,7 +19,7 @@
 //! an A operand whose columns are keys 0, 2, 4, 6, 1, 3, 5, 7, without a shuffle. The columns of
 //! the output may be permuted as well: a lane reads `B` neighbouring values of a key at once, four
 //! where the row length is a multiple of 32 and else two, and uses each as a column of another
-//! block of 8. Of the output's `8 B` columns it holds
+//! 8-column MMA tile. Of the output's `8 B` columns it holds
 //!
 //! ```text
 //!                          row l/4         row l/4 + 8
@@ -73,10 +73,10 @@ fn multiply<const M: usize, const C: usize>(
     }
 }
 
-/// Blocks of 8 columns over which the tensor cores accumulate a score.
+/// 8-column MMA tiles over which the tensor cores accumulate a score.
 const APART: usize = 8;
 
-/// `scores = queries · keysᵀ` over `N8` blocks of 8 keys. `queries` starts at the warp's first row.
+/// `scores = queries · keysᵀ` over `N8` 8-key MMA tiles. `queries` starts at the warp's first row.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn scores<const M: usize, const UNITS: usize, const N8: usize>(
     queries: Swizzled<f32, UNITS>,
@@ -126,7 +126,7 @@ pub struct ValueRead<const UNITS: usize> {
 }
 
 impl<const UNITS: usize> ValueRead<UNITS> {
-    /// Blocks of 8 columns that a lane reads at once: one per neighbouring value of a key.
+    /// 8-column MMA tiles that a lane reads at once: one per neighbouring value of a key.
     const BLOCKS: usize = if UNITS % 8 == 0 { 4 } else { 2 };
 
     /// The calling lane's share.
@@ -140,7 +140,7 @@ impl<const UNITS: usize> ValueRead<UNITS> {
         Self { places: [place(key), place(key + 1)] }
     }
 
-    /// B operands of keys `8 block ..` and of the `part`-th group of `BLOCKS` blocks of columns.
+    /// B operands of keys `8 block ..` and of the `part`-th group of `BLOCKS` 8-column MMA tiles.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn load(&self, values: Swizzled<f32, UNITS>, block: usize, part: usize) -> [Split<2>; 4] {
         let columns = (8 * Self::BLOCKS * part) as u32;
@@ -157,7 +157,7 @@ impl<const UNITS: usize> ValueRead<UNITS> {
     }
 }
 
-/// `out = out · rescale + weights · values` over `N8` blocks of 8 keys, with one factor per row.
+/// `out = out · rescale + weights · values` over `N8` 8-key MMA tiles, with one factor per row.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn accumulate<const M: usize, const D8: usize, const UNITS: usize, const N8: usize>(
     out: &mut Fragments<M, D8>,
@@ -189,7 +189,7 @@ pub fn accumulate<const M: usize, const D8: usize, const UNITS: usize, const N8:
 }
 
 /// Part `vector` of a lane's part of a row of the output, the upper (`half` 0) or lower of a 16-row
-/// block: the first column, and four neighbouring values.
+/// MMA tile: the first column, and four neighbouring values.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn output<const D8: usize, const UNITS: usize>(
     row: &[[f32; 4]; D8],

@@ -9,7 +9,7 @@ use super::swizzle::{Swizzled, WarpRead};
 use crate::num::MmaElement;
 use crate::simt::{ldmatrix_x4, ldmatrix_x4_trans, st_shared};
 
-/// Writes P to blocks `first ..` of 8 keys of the tile's rows.
+/// Writes P to 8-key MMA tiles `first ..` of the tile's rows.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn store_weights<T: MmaElement, const M: usize, const K8: usize, const N8: usize>(
     weights: &Fragments<M, N8>,
@@ -27,7 +27,7 @@ pub fn store_weights<T: MmaElement, const M: usize, const K8: usize, const N8: u
     }
 }
 
-/// `out += weights · values` over all keys of the tiles, for the first `D8` blocks of 8 columns of
+/// `out += weights · values` over all keys of the tiles, for the first `D8` 8-column MMA tiles of
 /// `values`.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn accumulate<
