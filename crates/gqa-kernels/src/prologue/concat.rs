@@ -32,7 +32,7 @@ pub(super) fn rows_before(seqlen: Seqlen, p: &PrologueParams) -> u32 {
 
 /// Source of a row of present.
 pub(super) enum Source {
-    /// The same row of past.
+    /// The row of past with the same number.
     Past,
     /// A new row.
     New(u32),

@@ -21,8 +21,8 @@ fn lanes(p: &PrologueParams, per_vec: u32) -> u32 {
     (p.head_size / per_vec).next_power_of_two().min(32)
 }
 
-/// Index space of [`qk_norm`]: (batch, row, Q heads and then K heads, lane). Only Q heads without
-/// new keys.
+/// Index space of [`qk_norm`]: (batch, row, Q heads and then K heads, lane). Without new keys
+/// only Q heads.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn qk_norm_size(p: &PrologueParams, per_vec: u32) -> [u32; 4] {
     let kv_heads = if p.new_len == 0 { 0 } else { p.kv_heads };

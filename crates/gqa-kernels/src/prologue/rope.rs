@@ -175,7 +175,7 @@ pub fn turn_pairs<T: Element>(vectors: [[u32; 4]; 2], angles: [[u32; 4]; 2]) -> 
     [rotated(low, 0), rotated(high, T::PER_VEC as usize / 2)].map(pack_pairs::<T>)
 }
 
-/// Pairs of vectors of a head; with an odd number of vectors one pair has only one.
+/// Number of pairs of vectors of a head; if the number of vectors is odd, one pair has one vector.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn pairs(head_size: u32, per_vec: u32) -> u32 {
     (head_size / per_vec).div_ceil(2)

@@ -15,7 +15,7 @@ use crate::params::PrologueParams;
 use crate::simt::Global;
 
 /// Index space of [`unpack_qkv`]: (batch, row, Q heads and then K heads and then V heads, vector).
-/// Only Q heads without new K and V rows.
+/// Without new K and V rows only Q heads.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn unpack_qkv_size(p: &PrologueParams, per_vec: u32) -> [u32; 4] {
     let kv_heads = if p.new_len == 0 { 0 } else { p.kv_heads };

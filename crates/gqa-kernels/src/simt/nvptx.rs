@@ -103,14 +103,14 @@ pub fn sync_threads() {
 /// Waits for all lanes of the warp and orders their memory accesses.
 #[inline(always)]
 pub fn sync_warp() {
-    // SAFETY: all lanes are named; kernels call this in warp-uniform control flow.
+    // SAFETY: the mask names all lanes; kernels call this in warp-uniform control flow.
     unsafe { warp_sync(FULL_WARP) }
 }
 
 /// `v` of lane `lane() ^ mask`.
 #[inline(always)]
 pub fn shfl_xor_f32(v: f32, mask: u32) -> f32 {
-    // SAFETY: all lanes are named; kernels call this in warp-uniform control flow.
+    // SAFETY: the mask names all lanes; kernels call this in warp-uniform control flow.
     unsafe { shfl_bfly_f32(FULL_WARP, v, mask, WHOLE_WARP_SEGMENT) }
 }
 
@@ -198,56 +198,56 @@ impl<T: Pod> Global<T> {
     /// Element `i`.
     #[inline(always)]
     pub fn load(self, i: usize) -> T {
-        // SAFETY: inside what the launch bound.
+        // SAFETY: the access stays within the memory that the launch bound.
         unsafe { self.offset(i).0.read() }
     }
 
     /// Writes element `i`.
     #[inline(always)]
     pub fn store(self, i: usize, value: T) {
-        // SAFETY: inside what the launch bound.
+        // SAFETY: the access stays within the memory that the launch bound.
         unsafe { self.offset(i).0.write(value) }
     }
 
     /// The 16 bytes that start at element `i`, which must be aligned to 16 bytes.
     #[inline(always)]
     pub fn load_vec(self, i: usize) -> [u32; 4] {
-        // SAFETY: inside what the launch bound, and the caller guarantees the alignment.
+        // SAFETY: within the memory that the launch bound; the caller guarantees the alignment.
         unsafe { transmute(self.offset(i).0.cast::<Vec4>().read()) }
     }
 
     /// Writes the 16 bytes that start at element `i`, which must be aligned to 16 bytes.
     #[inline(always)]
     pub fn store_vec(self, i: usize, value: [u32; 4]) {
-        // SAFETY: inside what the launch bound, and the caller guarantees the alignment.
+        // SAFETY: within the memory that the launch bound; the caller guarantees the alignment.
         unsafe { self.offset(i).0.cast::<Vec4>().write(Vec4(value)) }
     }
 
     /// The 4 bytes that start at element `i`, which must be aligned to 4 bytes.
     #[inline(always)]
     pub fn load_word(self, i: usize) -> u32 {
-        // SAFETY: inside what the launch bound, and the caller guarantees the alignment.
+        // SAFETY: within the memory that the launch bound; the caller guarantees the alignment.
         unsafe { self.offset(i).0.cast::<u32>().read() }
     }
 
     /// Writes the 4 bytes that start at element `i`, which must be aligned to 4 bytes.
     #[inline(always)]
     pub fn store_word(self, i: usize, value: u32) {
-        // SAFETY: inside what the launch bound, and the caller guarantees the alignment.
+        // SAFETY: within the memory that the launch bound; the caller guarantees the alignment.
         unsafe { self.offset(i).0.cast::<u32>().write(value) }
     }
 
     /// The 8 bytes that start at element `i`, which must be aligned to 8 bytes.
     #[inline(always)]
     pub fn load_vec8(self, i: usize) -> [u32; 2] {
-        // SAFETY: inside what the launch bound, and the caller guarantees the alignment.
+        // SAFETY: within the memory that the launch bound; the caller guarantees the alignment.
         unsafe { transmute(self.offset(i).0.cast::<Vec2>().read()) }
     }
 
     /// Writes the 8 bytes that start at element `i`, which must be aligned to 8 bytes.
     #[inline(always)]
     pub fn store_vec8(self, i: usize, value: [u32; 2]) {
-        // SAFETY: inside what the launch bound, and the caller guarantees the alignment.
+        // SAFETY: within the memory that the launch bound; the caller guarantees the alignment.
         unsafe { self.offset(i).0.cast::<Vec2>().write(Vec2(value)) }
     }
 }
@@ -423,7 +423,7 @@ mma! {
     mma_m16n8k16_f16 = "m16n8k16" "f16";
     /// `d += a · b` for a 16×16 and a 16×8 tile of bf16, fragments as PTX defines them. SM 80.
     mma_m16n8k16_bf16 = "m16n8k16" "bf16";
-    /// `d += a · b` for a 16×8 and an 8×8 tile of float32, rounded to TF32: the lower 13 bits of
+    /// `d += a · b` for a 16×8 and an 8×8 tile of float32, read as TF32: the lower 13 bits of
     /// the significand are ignored; fragments as PTX defines them. SM 80.
     mma_m16n8k8_tf32 = "m16n8k8" "tf32";
 }

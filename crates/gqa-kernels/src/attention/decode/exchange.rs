@@ -21,8 +21,8 @@ const STATE_BYTES: u32 = 8;
 const UNIT_BYTES: u32 = 32;
 
 /// A CTA's DSMEM reduction buffer: `barrier | states (rank, row) | columns (rank, own unit)`. Unit
-/// `u` is column group `u % D8` of row `u / D8`. Each rank owns a range of units: all ranks send it
-/// their partial results of these.
+/// `u` is column group `u % D8` of row `u / D8`. Each rank owns a range of units and
+/// receives the partial results of these units from all ranks.
 #[derive(Clone, Copy)]
 pub(super) struct Mailbox<const D8: usize> {
     place: Place,

@@ -54,7 +54,8 @@ pub trait Products {
         values: Swizzled<T, UNITS>,
     );
 
-    /// Fence before a barrier after which products read what this thread has written or copied.
+    /// Makes this thread's writes and copies to shared memory visible to the products that follow
+    /// the next barrier.
     fn fence();
 }
 

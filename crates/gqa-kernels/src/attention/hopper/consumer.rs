@@ -78,7 +78,7 @@ pub(super) struct Cursor {
     bottom: u32,
 }
 
-/// What a consumer thread carries from key tile to key tile.
+/// Registers of a consumer thread that stay live from key tile to key tile.
 pub(super) struct State<const W: usize, const O: usize> {
     o: [f32; O],
     weights: [u32; W],

@@ -16,8 +16,8 @@ use crate::simt::{
 pub(super) trait Operand {
     /// Type of the packed P that `lower` and `weigh_again` unpack; unused for e4m3.
     type Element: MmaElement;
-    /// Exponent of 1 over the P that a row's greatest score gets when the row maximum is set:
-    /// 2^-`HEADROOM`.
+    /// How many powers of two a row maximum lies above the row's greatest score when it is set:
+    /// that score's P is 2^-`HEADROOM`.
     const HEADROOM: f32;
     /// The lazy-rescale threshold: greatest exponent of P that causes no rescale.
     const LIMIT: f32;
@@ -86,7 +86,7 @@ impl Operand for Float8 {
     fn multiply_add<const C: usize>(d: &mut [f32; C], a: u64, b: u64) {
         wgmma_add_e4m3(d, a, b);
     }
-    /// As float16: the lower two of each four values, then the upper two.
+    /// Multiplies as float16: the lower two of each four values, then the upper two.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn multiply_rows(d: &mut [f32; 4], a: [u32; 4], b: [u32; 2]) {
         let lower = |four: u32| e4m3x2_to_f16x2(four as u16);

@@ -199,7 +199,7 @@ fn clear<T: MmaElement, S: Tile>(place: Place, to: Destination<T>, p: &Attention
             let at = p.out.at(batch, head, first + row) + column as usize;
             match to.quantized {
                 None => to.out.store_vec(at, [0; 4]),
-                // As many elements in half of the bytes.
+                // The same number of elements in half of the bytes.
                 Some(quantized) => quantized.out.store_vec8(at, [0; 2]),
             }
             i += 32;

@@ -1,5 +1,5 @@
 //! Numbers the row tiles of all sequences over a paged KV cache consecutively. Sequences that
-//! another launch attends to have no row tiles here, so that every number is work.
+//! another launch attends to have no row tiles here, so that every number is a work tile.
 //!
 //! One warp counts the row tiles of 32 neighbouring sequences at a time, one per lane: a *window*.
 //! The window stays in shared memory, to save registers, until a row tile outside of it is needed.

@@ -86,7 +86,7 @@ impl RowPair {
         factor
     }
 
-    /// As [`SoftmaxState`]s, with this thread's share of the sums.
+    /// Converts to [`SoftmaxState`]s, with this thread's share of the sums.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn states(&self) -> [SoftmaxState; 2] {
         let state = |half| SoftmaxState { max: self.reference[half], sum: self.sum[half] };
@@ -124,7 +124,7 @@ pub(super) fn scale<const O: usize>(o: &mut [f32; O], factors: [f32; 2]) {
     }
 }
 
-/// What a thread needs to turn scores into P.
+/// Parameters for turning scores into P.
 pub(super) struct Softmax<'a> {
     pub(super) p: &'a AttentionParams,
     /// Factors, of each of the two rows, from scores to exponents of 2.

@@ -19,7 +19,7 @@ macro_rules! atomics {
             #[inline(always)]
             pub fn $name(self, i: usize, $operand: u32) -> u32 {
                 let old;
-                // SAFETY: inside what the launch bound.
+                // SAFETY: the access stays within the memory that the launch bound.
                 unsafe {
                     asm!(concat!($instruction, " {}, [{}], {};"), out(reg32) old, in(reg64) self.offset(i).0, in(reg32) $operand,
                         options(nostack))
@@ -31,7 +31,7 @@ macro_rules! atomics {
             #[inline(always)]
             pub fn load_acquire(self, i: usize) -> u32 {
                 let value;
-                // SAFETY: inside what the launch bound.
+                // SAFETY: the access stays within the memory that the launch bound.
                 unsafe {
                     asm!("ld.acquire.gpu.global.u32 {}, [{}];", out(reg32) value, in(reg64) self.offset(i).0, options(nostack))
                 };
@@ -42,7 +42,7 @@ macro_rules! atomics {
             #[inline(always)]
             pub fn load_relaxed(self, i: usize) -> u32 {
                 let value;
-                // SAFETY: inside what the launch bound.
+                // SAFETY: the access stays within the memory that the launch bound.
                 unsafe {
                     asm!("ld.relaxed.gpu.global.u32 {}, [{}];", out(reg32) value, in(reg64) self.offset(i).0, options(nostack))
                 };
@@ -53,7 +53,7 @@ macro_rules! atomics {
             /// made or observed.
             #[inline(always)]
             pub fn store_release(self, i: usize, value: u32) {
-                // SAFETY: inside what the launch bound.
+                // SAFETY: the access stays within the memory that the launch bound.
                 unsafe {
                     asm!("st.release.gpu.global.u32 [{}], {};", in(reg64) self.offset(i).0, in(reg32) value, options(nostack))
                 };
@@ -62,7 +62,7 @@ macro_rules! atomics {
             /// Relaxed store of element `i`.
             #[inline(always)]
             pub fn store_relaxed(self, i: usize, value: u32) {
-                // SAFETY: inside what the launch bound.
+                // SAFETY: the access stays within the memory that the launch bound.
                 unsafe {
                     asm!("st.relaxed.gpu.global.u32 [{}], {};", in(reg64) self.offset(i).0, in(reg32) value, options(nostack))
                 };

@@ -28,9 +28,9 @@ pub struct Device {
     /// Shortest time in which a CTA alone on its SM streams its keys, in tenths of the time that
     /// each CTA takes when CTAs on half of the SMs saturate the memory.
     pub tenths: u32,
-    /// The same for unclustered CTAs on more than half of the SMs. It is longer, probably because
-    /// two paired SMs (a TPC) together load little more than one of them alone, so that pairs with
-    /// two CTAs finish late.
+    /// [`Device::tenths`] for unclustered CTAs on more than half of the SMs. It is longer, probably
+    /// because two paired SMs (a TPC) together load little more than one of them alone, so that
+    /// pairs with two CTAs finish late.
     pub tenths_in_pairs: u32,
     /// The kernel with half-SM CTAs, of which an SM holds two, if there is one.
     pub halves: Option<Halves>,
@@ -43,8 +43,8 @@ pub struct Halves {
     pub slower: u32,
     /// [`Device::tenths`] of half-SM CTAs that are alone on their SMs or clustered.
     pub tenths: u32,
-    /// The same for more unclustered CTAs than SMs: some SM pairs then have four CTAs and others
-    /// two.
+    /// [`Halves::tenths`] for more unclustered CTAs than SMs: some SM pairs then have four CTAs and
+    /// others two.
     pub tenths_in_pairs: u32,
 }
 
