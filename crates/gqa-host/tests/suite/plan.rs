@@ -66,12 +66,12 @@ fn a_head_size_with_a_row_of_its_own_keeps_the_tiles_that_its_calls_had() {
                         && other.runs_on(device.sm)
                         && other.shared_bytes <= device.shared_bytes
                         && other.min_sm <= device.sm
-                        && (other.family, other.role, other.dtype, other.codes, other.output)
+                        && (other.family, other.role, other.dtype, other.formats, other.output)
                             == (
                                 chosen.family,
                                 chosen.role,
                                 chosen.dtype,
-                                chosen.codes,
+                                chosen.formats,
                                 chosen.output,
                             )
                 };
