@@ -41,7 +41,7 @@ pub(super) enum Source {
 }
 
 impl Source {
-    /// The source of `row` of present. No length on the device, however wrong, causes an access
+    /// The source of row `row` of present. No length on the device, however wrong, causes an access
     /// outside past or the new rows.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn of(row: u32, seqlen: Seqlen, p: &PrologueParams) -> Self {

@@ -102,8 +102,8 @@ impl<T: Element> Rope<T> {
         self.rotate_pair(from, at, position, |e, vector| out.store_vec(to + e, vector));
     }
 
-    /// Passes such a pair to `store`, vector by vector, each with its first element's index in the
-    /// head.
+    /// [`move_pair`](Self::move_pair) that calls `store` instead of storing: once per vector, with
+    /// the index of the vector's first element in the head.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn rotate_pair(
         &self,

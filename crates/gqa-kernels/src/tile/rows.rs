@@ -131,7 +131,8 @@ impl Rows {
         Self { seqlen, ..Self::of(p, index, head_and_batch % kv_heads, batch, height) }
     }
 
-    /// Tile `index` of a KV head of a batch entry whose sequence lengths are set later.
+    /// Tile `index` of a KV head of a batch entry. The caller sets the sequence lengths, which are
+    /// 0.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn of(p: &AttentionParams, index: u32, kv_head: u32, batch: u32, height: u32) -> Self {
         let group = Group::new(p.q_heads, p.kv_heads);

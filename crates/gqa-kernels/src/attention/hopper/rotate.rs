@@ -29,7 +29,7 @@ pub(super) struct Rotation<T> {
 
 impl<T: MmaElement> Rotation<T> {
     /// Rotates the rows of warpgroup `warpgroup` in the tile at `tile`, and fences them for wgmma.
-    /// A sequence has `rows` rows.
+    /// The sequence has `rows` query rows.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn rotate<S: Tile>(&self, slot: Slot, rows: u32, tile: u32, warpgroup: u32) {
         if self.params.interleaved == 0 {
