@@ -240,8 +240,8 @@ impl<const D8: usize> WarpCopy<D8> {
 }
 
 impl<const D8: usize> WarpCopy<D8> {
-    /// [`start`](Self::start) for rows that are `stride` elements apart in global memory. The number
-    /// of units of a row must be a power of two.
+    /// [`start`](Self::start) for rows that are `stride` elements apart in global memory. The
+    /// number of units of a row must be a power of two.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn start_apart<T: Pod>(
         &self,
