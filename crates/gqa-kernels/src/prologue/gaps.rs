@@ -7,7 +7,7 @@
 //! attention has written them: tables with nothing but blocks of the cache cost a look at them.
 //!
 //! A warp computes a token's row of one query head. A lane has a key for scores and every 32nd
-//! column for the output; the query is in shared memory, rotated, [`COLUMNS`] columns at a time. So
+//! column for the output; the query is in shared memory, rotated, `COLUMNS` columns at a time. So
 //! the head size may be any, and the kernel is as simple as it is slow. Blocks of threads share a
 //! sequence's rows; each looks at the table for itself.
 //!
