@@ -1,0 +1,225 @@
+"""Times attention of random server batches beside the FlashAttention-3 that vLLM ships, in one
+process.
+
+    python3 bench/serving.py --seed 1 --count 40 --peer _vllm_fa3_C.abi3.so
+
+A batch is drawn as a continuous-batching server makes it: decoding sequences of log-uniform
+lengths, chunks of prefill with or without keys before them, or both, over a paged KV cache that has
+the rows already; `--trace` draws lengths as ShareGPT's and cuts prompts into chunks of 512 and
+2,048 tokens. Ours is `gqa.flash_attn_varlen_func` of the installed package; the peer's scheduler
+metadata is made before, as vLLM does once a step. Rows of some sequences are compared with float64
+first. Times are medians over replays of CUDA graphs whose calls walk over buffers larger than the
+L2 cache, of both in shuffled rounds.
+
+Prints for each batch our time, the peer's over it, and it over the limit: the larger of bytes at
+4.3 TB/s and FLOP at 700 TFLOP/s, plus 3 us (an H200). Then geometric means, and the processor's
+time of an eager call. The same seed draws the same batches. Needs torch with a GPU and the gqa
+package; without `--peer` ours are timed alone.
+"""
+import argparse
+import math
+import random
+import statistics
+import time
+from dataclasses import dataclass
+
+import timing
+import torch
+
+HEADS = [(32, 8, 128), (40, 8, 128), (28, 4, 128), (8, 1, 128), (64, 8, 128), (64, 8, 64), (16, 4, 256)]
+BYTES_PER_US, FLOP_PER_US, LEAST_US = 4.3e6, 700e6, 3
+
+
+@dataclass(frozen=True)
+class Batch:
+    kind: str
+    heads: tuple
+    page: int
+    # New tokens and keys of each sequence, the new ones included.
+    sequences: tuple
+
+    def __str__(self):
+        heads, kv_heads, size = self.heads
+        decodes = [keys for new, keys in self.sequences if new == 1]
+        chunks = ", ".join(f"{new}+{keys - new}" for new, keys in self.sequences if new > 1)
+        mean = f" mean {statistics.mean(decodes):.0f} longest {max(decodes)}" if decodes else ""
+        return f"{self.kind:8}{heads}/{kv_heads} x {size} page {self.page}: {len(decodes)} decodes{mean}; chunks {chunks or 'none'}"
+
+    def limit_us(self):
+        """What memory or tensor cores need at least."""
+        heads, kv_heads, size = self.heads
+        tokens = sum(new for new, _ in self.sequences)
+        bytes_ = 2 * size * (2 * kv_heads * sum(keys for _, keys in self.sequences) + 2 * heads * tokens)
+        pairs = sum(new * (keys - new) + new * (new + 1) // 2 for new, keys in self.sequences)
+        return max(bytes_ / BYTES_PER_US, 4 * heads * size * pairs / FLOP_PER_US) + LEAST_US
+
+
+def log_uniform(draw, least, most):
+    return int(math.exp(draw.uniform(math.log(least), math.log(most))))
+
+
+def chunk(draw):
+    """A chunk of prefill: its tokens, and its keys."""
+    new = log_uniform(draw, 16, 2048)
+    return new, new + draw.choice([0, log_uniform(draw, 64, 8192)])
+
+
+def drawn(draw, kind):
+    """A batch of that kind."""
+    longest = log_uniform(draw, 512, 32768)
+    count = draw.choice([1, 2, 4, 7, 8, 12, 16, 24, 32, 48, 64, 128])
+    decodes = [(1, log_uniform(draw, 32, longest)) for _ in range(count)]
+    chunks = [chunk(draw) for _ in range(draw.randint(1, 3))]
+    parts = {"decode": decodes, "prefill": chunks, "mixed": decodes + chunks}[kind]
+    return Batch(kind, draw.choice(HEADS), draw.choice([16, 64]), tuple(parts))
+
+
+def traced(draw):
+    """A step of a server whose requests have lengths as ShareGPT's, log-normal, and whose prompts
+    are cut into chunks."""
+    log_normal = lambda median, sigma: min(16384, max(8, int(draw.lognormvariate(math.log(median), sigma))))
+    budget = draw.choice([512, 2048])
+    decodes = [(1, log_normal(220, 1.1) + draw.randint(1, log_normal(190, 0.9))) for _ in range(draw.choice([8, 32, 64, 128]))]
+    chunks, left = [], budget - len(decodes)
+    while left > 16:
+        prompt = log_normal(600, 1.2)
+        new = min(prompt, left)
+        done = draw.randrange(0, prompt - new + 1, budget) if prompt > new else 0
+        chunks.append((new, new + done))
+        left -= new
+    return Batch("trace", draw.choice(HEADS), 16, tuple(decodes + chunks))
+
+
+class Tensors:
+    """A batch's tensors: pages in an order of their own, and lengths on the GPU."""
+
+    def __init__(self, batch):
+        heads, kv_heads, size = batch.heads
+        normal = lambda *shape: torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+        integers = lambda values: torch.tensor(values, device="cuda", dtype=torch.int32)
+        self.tokens = sum(new for new, _ in batch.sequences)
+        self.columns = max(-(-keys // batch.page) for _, keys in batch.sequences)
+        pages = sum(-(-keys // batch.page) for _, keys in batch.sequences)
+        self.q = normal(self.tokens, heads, size)
+        self.k, self.v = (normal(pages, batch.page, kv_heads, size) for _ in range(2))
+        self.starts = integers([sum(new for new, _ in batch.sequences[:i]) for i in range(len(batch.sequences) + 1)])
+        self.lengths = integers([keys for _, keys in batch.sequences])
+        order, self.table = torch.randperm(pages).tolist(), torch.zeros(len(batch.sequences), self.columns, dtype=torch.int32)
+        for row, (_, keys) in zip(self.table, batch.sequences):
+            for column in range(-(-keys // batch.page)):
+                row[column] = order.pop()
+        self.table = self.table.cuda()
+        self.longest = max(new for new, _ in batch.sequences), max(keys for _, keys in batch.sequences)
+        self.out = torch.full_like(self.q, math.nan)
+
+    def bytes(self):
+        return sum(each.numel() * each.element_size() for each in (self.q, self.k, self.v, self.out))
+
+
+def ours(batch, t):
+    import gqa
+
+    most, keys = t.longest
+    return lambda: gqa.flash_attn_varlen_func(t.q, t.k, t.v, t.starts, max_seqlen_q=most, max_seqlen_k=keys, causal=True,
+                                              block_table=t.table, seqused_k=t.lengths)
+
+
+def theirs(batch, t):
+    """As vLLM calls it: metadata once a step, output in a tensor of the caller's."""
+    heads, kv_heads, size = batch.heads
+    most, keys = t.longest
+    fa3 = torch.ops._vllm_fa3_C
+    metadata = fa3.get_scheduler_metadata(len(batch.sequences), most, keys, heads, kv_heads, size, size, torch.bfloat16, t.lengths,
+                                          t.starts, None, None, None, None, batch.page, 0, True, -1, -1, False, 0, None, 0)
+    none = [None] * 3
+    return lambda: fa3.fwd(t.q, t.k, t.v, None, None, None, t.out, t.starts, None, None, None, t.lengths, most, keys, t.table, None,
+                           None, *none, *none, size**-0.5, True, -1, -1, 0.0, True, metadata, 0, None, 0, None, 1, 0, None)[0]
+
+
+def error(batch, t, out):
+    """Largest difference from float64 of the first, the last and some rows of a few sequences, in the last head."""
+    size = batch.heads[2]
+    worst = 0.0
+    numbers = {0, len(batch.sequences) - 1, max(range(len(batch.sequences)), key=lambda i: batch.sequences[i][1])}
+    for number in numbers:
+        new, keys = batch.sequences[number]
+        rows = torch.unique(torch.cat([torch.tensor([0, new - 1]), torch.randint(new, (6,))])).cuda()
+        begin = int(t.starts[number])
+        pages = t.table[number, : -(-keys // batch.page)].long()
+        k, v = (cache[pages, :, -1].reshape(-1, size)[:keys].double() for cache in (t.k, t.v))
+        scores = t.q[begin + rows, -1].double() @ k.T / math.sqrt(size)
+        scores.masked_fill_(torch.arange(keys, device="cuda") > rows[:, None] + keys - new, -math.inf)
+        worst = max(worst, (out[begin + rows, -1].double() - scores.softmax(1) @ v).abs().max().item())
+    return worst
+
+
+def eager_us(run, calls=200):
+    """The processor's time of a call."""
+    for _ in range(20):
+        run()
+    torch.cuda.synchronize()
+    begun = time.perf_counter()
+    for _ in range(calls):
+        run()
+    taken = time.perf_counter() - begun
+    torch.cuda.synchronize()
+    return 1e6 * taken / calls
+
+
+def measure(batch, has_peer, rounds, replays):
+    """Medians of our time and the peer's, the processor's times, and the error."""
+    first = Tensors(batch)
+    sets = [first] + [Tensors(batch) for _ in range(min(timing.sets(first.bytes()), 8) - 1)]
+    functions = {"gqa": ours} | ({"FlashAttention-3": theirs} if has_peer else {})
+    runs = {name: [function(batch, t) for t in sets] for name, function in functions.items()}
+    wrong = {name: error(batch, first, each[0]()) for name, each in runs.items()}
+    times = {name: [] for name in runs}
+    for number in range(rounds):
+        turns = list(runs.items())
+        random.Random(number).shuffle(turns)
+        for name, each in turns:
+            times[name].append(timing.timed(each, replays))
+    return {name: (statistics.median(times[name]), eager_us(runs[name][0]), wrong[name]) for name in runs}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=None, help="printed where none is given")
+    parser.add_argument("--count", type=timing.count, default=20)
+    parser.add_argument("--kind", default="decode,mixed,mixed,prefill", help="kinds in turn, separated by commas")
+    parser.add_argument("--trace", action="store_true", help="batches of a server's trace instead")
+    parser.add_argument("--peer", metavar="FILE", help="_vllm_fa3_C.abi3.so of vLLM's wheel")
+    parser.add_argument("--rounds", type=timing.count, default=3)
+    parser.add_argument("--replays", type=timing.count, default=5)
+    options = parser.parse_args()
+    kinds = options.kind.split(",")
+    if not set(kinds) <= {"decode", "mixed", "prefill"}:
+        parser.error(f"--kind: got {options.kind}; allowed: decode, mixed, prefill, separated by commas")
+    if options.peer:
+        torch.ops.load_library(options.peer)
+    seed = options.seed if options.seed is not None else random.randrange(2**31)
+    print(torch.cuda.get_device_name(0), "torch", torch.__version__, "seed", seed)
+    torch.manual_seed(seed)
+    draw = random.Random(seed)
+    rows, failed = [], False
+    for number in range(options.count):
+        batch = traced(draw) if options.trace else drawn(draw, kinds[number % len(kinds)])
+        found = measure(batch, options.peer is not None, options.rounds, options.replays)
+        us, cpu, wrong = found["gqa"]
+        peer = found.get("FlashAttention-3", (math.nan,) * 3)
+        limit = batch.limit_us()
+        failed |= not wrong < 0.03
+        print(f"{us:8.1f} us  peer {peer[0] / us:5.2f}  limit {us / limit:5.2f} (peer {peer[0] / limit:5.2f})  "
+              f"cpu {cpu:5.1f} us (peer {peer[1]:5.1f})  off by {wrong:.1e}  {batch}", flush=True)
+        rows.append((batch.kind, peer[0] / us, us / limit, peer[0] / limit))
+    for kind in sorted({row[0] for row in rows}):
+        of = [row[1:] for row in rows if row[0] == kind]
+        mean = lambda i: math.exp(statistics.mean(math.log(row[i]) for row in of))
+        behind = sum(row[0] < 1 for row in of)
+        print(f"{kind}, {len(of)}: peer's time over ours {mean(0):.2f} (least {min(row[0] for row in of):.2f}, {behind} behind); "
+              f"over the limit {mean(1):.2f}, worst {max(row[1] for row in of):.2f} (peer {mean(2):.2f})")
+    raise SystemExit("some rows are wrong" if failed else 0)
+
+
+if __name__ == "__main__":
+    main()
