@@ -4,11 +4,11 @@
 use crate::support::{entry, start};
 use bytemuck::Zeroable;
 use gqa_kernels::attention::{decode, tiled};
-use gqa_kernels::num::{DType, bf16};
+use gqa_kernels::num::{DType, Format, bf16};
 use gqa_kernels::params::scales::PER_TOKEN;
 use gqa_kernels::params::{
-    AttentionParams, DecodeParams, PagedDecodeParams, PagedParams, PagedTiledParams, RotaryParams,
-    Strides,
+    AttentionParams, DecodeParams, PagedDecodeParams, PagedGapsParams, PagedParams,
+    PagedTiledParams, RotaryParams, Strides,
 };
 use gqa_kernels::prologue::dequantize;
 use gqa_sim::{Arg, Launch, launch};
@@ -87,6 +87,18 @@ proptest! {
         start(entry("paged_scatter", DType::F32), 2, seed, &[
             Arg::read(&padded), Arg::read(&row_lse), Arg::read(starts), Arg::read(past), Arg::write(&mut out),
             Arg::write(&mut lse), Arg::params(&p),
+        ]).or_else(overlaps)?;
+        let gaps = PagedGapsParams {
+            paged: PagedParams { least: 0, ..p }, format: Format::Int8 as u32, parts: 2, causal: has_slots.into(), sink: 0, scale: 0.25, softcap: 0.0,
+        };
+        let words = vec![-1i64; tokens as usize];
+        let (has_codes, has_tree) = (by_token, moves && !has_slots);
+        let [k_codes, v_codes] = codes.each_ref().map(|codes| bytemuck::cast_slice::<u16, u8>(codes));
+        let only = |when: bool, arg| if when { arg } else { Arg::null() };
+        start(entry("paged_gaps", DType::F32), 2, seed, &[
+            Arg::read(&q), Arg::read(&angles), Arg::read(&angles), Arg::read(starts), Arg::read(past), Arg::read(table),
+            only(!has_codes, Arg::read(&k_cache)), only(!has_codes, Arg::read(&v_cache)), only(has_codes, Arg::read(k_codes)), only(has_codes, Arg::read(v_codes)),
+            Arg::read(&k_scale), Arg::read(&v_scale), only(has_tree, Arg::read(&words)), Arg::null(), Arg::write(&mut out), Arg::write(&mut lse), Arg::params(&gaps),
         ]).or_else(overlaps)?;
     }
 }
