@@ -274,7 +274,7 @@ fn gaps_in_copies_that_are_only_read() {
     for (device, types, sizes) in [
         ("t4", half_dtype(), &[64, 128][..]),
         ("h200", any_dtype(), &[16, 80]),
-        ("a100", any_dtype(), &[40, 264]),
+        ("a100", any_dtype(), &[48, 272]),
     ] {
         let (device, options) = (known(device), PlanOptions::default());
         let sim = Sim::default().with_device(device.clone());

@@ -172,7 +172,7 @@ impl ProblemFields {
         let packs = self.layout == Layout::Bsnh
             && !external
             && self.has_like_values()
-            && self.new_len == self.q_len;
+            && (self.new_len == self.q_len || self.cache == CacheBinding::Shared);
         refuse(self.packed && !packs, "packed", || {
             ("true", "false, but in layout Bsnh, over a cache of keys and values alike")
         })?;
