@@ -24,7 +24,7 @@ use crate::concept::mask::Visible;
 use crate::concept::pages::Sequence;
 use crate::concept::scales::{ScalesPer, are_of_rows};
 use crate::concept::softmax::PlainState;
-use crate::num::{Code, Element, Float8, Format, Int4, Int8, tanh, unpack};
+use crate::num::{Bits8, Code, Element, Format, Int4, tanh, unpack};
 use crate::params::{PagedGapsParams, PagedParams, sink};
 use crate::simt::{
     Global, Rolled, Shared, any_sync, fma, lane, shfl_idx_f32, shfl_idx_u32, sync_warp, warp,
@@ -350,6 +350,6 @@ impl<T: Element> Cache<T> {
             return Int4.decode(u32::from(self.codes.load(at / 2)) >> (4 * (at % 2)));
         }
         let code = u32::from(self.codes.load(at));
-        if format == Format::Int8 as u32 { Int8.decode(code) } else { Float8.decode(code) }
+        Bits8::of(format).decode(code)
     }
 }

@@ -220,7 +220,7 @@ impl<'a> Prologue<'a> {
         launch(entry, grid, &self.arguments(&arguments), &PagedGapsParams { parts, ..params })
     }
 
-    /// The kernel for the call's element type and quantized cache.
+    /// The kernel for the call's element type.
     fn typed(&self, role: Role) -> Result<&'static Entry> {
         find(role, element(self.problem.dtype))
     }
