@@ -20,18 +20,23 @@ const TARGETS: [&str; 5] = ["sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_120a"];
 /// that they spill there, stored and loaded together. On `sm_90` such a kernel was measured, and is
 /// faster than the one of eight warps that does not spill (`docs/results/2026-11-26-h100-ampere`);
 /// on the others none was. What a device gets has constants in its text: decode kernels that take
-/// masks over the new tokens and every type of output, and those that mask keys of blocks outside
-/// of the cache, spill nothing then (`crates/gqa-host/tests/suite/folded.rs`,
-/// `docs/results/2026-11-28-h200-constants`). On `sm_75` copies to shared memory go through
-/// registers. Products of float8 at head size 256 spill where a tile is masked or ends a work tile,
-/// and not in the loop. GPUs of `sm_120` lack the shared memory for `tiled_tma`, and those of
-/// `sm_89` for two blocks of 64 keys. `append_dequantized` and `paged_append` have four blocks to
-/// an SM, which on Hopper is faster even with spills than three are without
-/// (`docs/results/2026-11-28-h200-float8-keys`, `2026-11-28-h200-batches`).
-const SPILLS: [(&str, &str, u32); 54] = [
+/// masks over the new tokens and every type of output, those that mask keys of blocks outside of
+/// the cache, and kernels that append to a quantized cache of any format on Hopper spill nothing
+/// then (`crates/gqa-host/tests/suite/folded.rs`, `docs/results/2026-11-28-h200-constants`). On
+/// `sm_75` copies to shared memory go through registers. Products of float8 at head size 256 spill
+/// where a tile is masked or ends a work tile, and not in the loop. GPUs of `sm_120` lack the
+/// shared memory for `tiled_tma`, and those of `sm_89` for two blocks of 64 keys.
+/// `append_dequantized` and `paged_append` have four blocks to an SM, which on Hopper is faster
+/// even with spills than three are without (`docs/results/2026-11-28-h200-float8-keys`,
+/// `2026-11-28-h200-batches`).
+const SPILLS: [(&str, &str, u32); 58] = [
     ("gqa_append_dequantized", "sm_75", 64),
     ("gqa_append_dequantized", "sm_80", 64),
-    ("gqa_append_dequantized", "sm_89", 64),
+    ("gqa_append_dequantized", "sm_89", 128),
+    ("gqa_append_dequantized", "sm_90a", 128),
+    ("gqa_append_dequantized", "sm_100a", 128),
+    ("gqa_append_dequantized", "sm_120a", 128),
+    ("gqa_append_quantized", "sm_90a", 12),
     ("gqa_decode_d128_r32", "sm_80", 8),
     ("gqa_decode_d128_r32", "sm_90", 32),
     ("gqa_decode_d128_r32", "sm_100a", 32),
