@@ -3,7 +3,7 @@
 
 use crate::step::{Steps, shown};
 use crate::test::cargo;
-use crate::{folder, pip, place};
+use crate::{folder, pages, pip, place};
 use anyhow::{Context, Result, ensure};
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -66,7 +66,8 @@ fn candle() -> Result<Option<String>> {
     shown(&mut command(&lint))?;
     let shim = ["clippy", "--locked", "--package", "candle-flash-attn", "--no-default-features"];
     shown(command(&shim).args(["--", "-Dwarnings"]))?;
-    shown(&mut command(&["test", "--locked"])).map(|()| None)
+    shown(&mut command(&["test", "--locked"]))?;
+    pages::candle().map(|()| None)
 }
 
 /// The custom-operator library in ONNX Runtime as its users install it.
@@ -81,8 +82,9 @@ fn onnx_runtime() -> Result<Option<String>> {
     for list in ["smollm2", "model"] {
         pip::environment("ort", list)?;
     }
-    let mut tests = Command::new(python);
-    shown(tests.arg(place::root().join("tests/ort.py")).arg(library)).map(|()| None)
+    let mut tests = Command::new(&python);
+    shown(tests.arg(place::root().join("tests/ort.py")).arg(&library))?;
+    pages::onnx_runtime(&python, &library).map(|()| None)
 }
 
 /// Builds the library, in release as it is shipped.

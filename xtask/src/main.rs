@@ -9,12 +9,14 @@ mod folder;
 mod integrations;
 mod loops;
 mod module;
+mod pages;
 mod parallel;
 mod pip;
 mod place;
 mod ptx;
 mod ptxas;
 mod ratchet;
+mod release;
 mod step;
 mod targets;
 mod test;
@@ -47,6 +49,8 @@ enum Verb {
     },
     /// Make bundle/: programs, tests and cases for a GPU machine without Rust or network.
     Bundle,
+    /// Run the commands that pages print.
+    Pages,
     /// Package the crates and build a program with them outside of this workspace.
     Embed,
     /// Make wheels in dist/, and try each in a fresh virtual environment.
@@ -54,6 +58,8 @@ enum Verb {
         /// Which ones; without a name all of them.
         which: Vec<wheel::Package>,
     },
+    /// Give what CHANGELOG.md calls unreleased a version and a date, commit and tag it.
+    Release,
     /// Show which tools were found.
     Doctor,
 }
@@ -65,8 +71,10 @@ fn main() -> ExitCode {
         Verb::Ptxas(args) => ptxas::run(&args),
         Verb::Ratchet { bless } => ratchet::run(bless),
         Verb::Bundle => bundle::run(),
+        Verb::Pages => pages::check(),
         Verb::Embed => embed::run(),
         Verb::Wheel { which } => wheel::run(&which),
+        Verb::Release => release::run(),
         Verb::Doctor => doctor::run(),
     };
     match result {

@@ -2,7 +2,7 @@
 
 use crate::integrations::{self, EXCLUDED};
 use crate::step::{Steps, shown};
-use crate::{columns, deny, embed, place, ptx, ptxas, ratchet, targets};
+use crate::{columns, deny, embed, pages, place, ptx, ptxas, ratchet, targets};
 use anyhow::Result;
 use clap::Args as ClapArgs;
 use gqa_ptx::Toolchain;
@@ -52,8 +52,10 @@ pub fn run(args: &Args) -> Result<()> {
     steps.run_or_skip("advisories", deny::advisories);
     steps.run_or_skip("node cases as stored", node_cases);
     steps.run_or_skip("bench scripts", bench_scripts);
+    steps.run("pages", pages::check);
     steps.run("documentation tests", || shown(over_workspace(&["test"]).arg("--doc")));
     if args.full {
+        steps.run("programs on pages", pages::programs);
         steps.run("use from packages", embed::run);
     }
     steps.run("documentation", || {
@@ -81,7 +83,7 @@ pub fn cargo() -> Command {
 }
 
 /// A command of the cargo that runs this, over all crates but those of integrations.
-fn over_workspace(words: &[&str]) -> Command {
+pub fn over_workspace(words: &[&str]) -> Command {
     let mut command = cargo();
     command.args(words).arg("--workspace").args(EXCLUDED);
     command

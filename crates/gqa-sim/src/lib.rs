@@ -56,3 +56,8 @@ pub use fault::{Agent, Fault, FaultKind, Hazard, Place, Standstill, Threads};
 pub use hopper::{Swizzle, TensorLayout};
 pub use launch::{Launch, Loop, MAX_SHARED_BYTES, Report, launch, launch_by};
 pub use schedule::Kernel;
+
+/// The example of the page is a test.
+#[cfg(doctest)]
+#[doc = include_str!("../../../docs/simulator.md")]
+struct Page;

@@ -47,3 +47,8 @@ pub use attention::{Attention, Rope};
 pub use cache::KvCache;
 pub use gqa_host::QuantFormat;
 pub use paged::{PagedKvCache, Sequence};
+
+/// The README's programs are tests.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;
