@@ -40,7 +40,7 @@ pub struct Heads {
     pub query: usize,
     /// KV heads: each is shared by the same number of query heads.
     pub kv: usize,
-    /// Elements of a head: a multiple of 8 where there is a KV cache.
+    /// Elements of a head: a multiple of 8, or any number in an [`External`] call.
     pub size: usize,
 }
 
