@@ -12,9 +12,10 @@
 //!             tmm5  tmm2, tmm3     16 entries
 //! ```
 
-use super::attend::{Attend, many};
+use super::key_range::Attend;
 use super::lanes::Lanes;
 use super::pairs::{InPairs, Mode, TOGETHER};
+use super::panels::many;
 use super::tiles::{Multiply, Registers, Shapes, Tiles};
 use bytemuck::Zeroable;
 use pulp::f32x16;

@@ -4,30 +4,17 @@
 use super::amx;
 use super::decode::FewRows;
 use super::instructions::Instructions;
-use super::lanes::{self, Lanes};
+use super::key_range::{Attend, Softmax, Write, tiles};
+use super::lanes::Lanes;
 use super::native;
 #[cfg(target_arch = "x86_64")]
 use super::pairs;
-use super::panel::{Panel, Products, Rows, Stage, TILE, Tile, span};
+use super::panel::{Panel, Products, Rows, Stage, TILE, Tile};
+use super::panels::{lanes_of, many, panels};
 use super::scratch::Scratch;
 use super::singles::Singles;
 use pulp::{Simd, WithSimd};
-use std::mem;
 use std::ops::Range;
-
-/// A number that is about a row's largest score, and its sum of weights relative to that.
-#[derive(Clone, Copy, Debug)]
-pub struct Softmax {
-    /// At most a little less than the largest score; the smallest finite number where there is
-    /// none.
-    pub max: f32,
-    /// Sum of `exp(score - max)`.
-    pub sum: f32,
-}
-
-/// Takes a row, its softmax, and the weighted mean of its values, as many numbers as a value has in
-/// a tile; zeros where its weights are 0.
-pub type Write<'w> = dyn FnMut(usize, Softmax, &[f32]) + 'w;
 
 /// Lets all rows see a range of keys, by those instructions. `write` takes what that gives each.
 pub fn attend(
@@ -42,13 +29,6 @@ pub fn attend(
         return amx::attend(amx, attend);
     }
     native::dispatch(instructions.vectors, attend);
-}
-
-/// Lets all rows see a range of keys.
-pub(super) struct Attend<'a> {
-    pub(super) rows: &'a dyn Rows,
-    pub(super) keys: Range<usize>,
-    pub(super) write: &'a mut Write<'a>,
 }
 
 impl WithSimd for Attend<'_> {
@@ -96,41 +76,6 @@ impl<const N: usize, const BLOCK: usize> WithSimd for Many<'_, N, BLOCK> {
     fn with_simd<S: Simd>(self, simd: S) {
         let scale = self.0.rows.scale();
         many::<S, _, N>(simd, Singles::<BLOCK> { scale }, self.0);
-    }
-}
-
-/// Any number of rows, in panels whose products are computed like that.
-#[inline(always)]
-pub(super) fn many<S: Simd, P: Products<S, N>, const N: usize>(
-    simd: S,
-    products: P,
-    Attend { rows, keys, write }: Attend<'_>,
-) {
-    let [key, value] = rows.sizes().map(|size| size.next_multiple_of(P::PADDED_TO));
-    let count = lanes_of::<S, N>(rows.count());
-    let mut scratch = Scratch::new();
-    let [queries, outputs, scores, lines, key_buffer, value_buffer, packed] = scratch.slices([
-        count * key,
-        count * value,
-        P::TILE * Lanes::<S, N>::COUNT,
-        S::F32_LANES * key.max(value),
-        P::TILE * key,
-        P::TILE * value,
-        P::TILE * value,
-    ]);
-    let mut panels = panels::<S, P, N>(simd, products, rows, [queries, outputs], lines);
-    let spans: Vec<_> = panels.iter().map(|panel| panel.span.clone()).collect();
-    let seen = span(&spans);
-    let keys = keys.start.max(seen.start)..keys.end.min(seen.end);
-    for keys in tiles(keys, P::TILE) {
-        let buffers = [&mut *key_buffer, &mut *value_buffer, &mut *packed];
-        let tile = products.tile(simd, rows, &keys, buffers);
-        for panel in &mut panels {
-            panel.attend(simd, products, &keys, &tile, bytemuck::cast_slice_mut(scores));
-        }
-    }
-    for panel in &mut panels {
-        finish(simd, panel, rows.sizes()[1], lines, write);
     }
 }
 
@@ -279,70 +224,5 @@ impl Rows for Unmasked<'_> {
 
     fn add_bias(&self, row: usize, first: usize, scores: &mut [f32]) {
         self.0.add_bias(row, first, scores);
-    }
-}
-
-/// Lanes of the panels that so many rows fill.
-fn lanes_of<S: Simd, const N: usize>(rows: usize) -> usize {
-    rows.next_multiple_of(Lanes::<S, N>::COUNT)
-}
-
-/// The rows, as many side by side as fit, in memory for queries and for outputs, and for the
-/// queries of a vector's rows.
-#[inline(always)]
-fn panels<'a, S: Simd, P: Products<S, N>, const N: usize>(
-    simd: S,
-    products: P,
-    rows: &'a dyn Rows,
-    [queries, outputs]: [&'a mut [f32]; 2],
-    lines: &mut [f32],
-) -> Vec<Panel<'a, S, N>> {
-    let mut queries: &mut [Lanes<S, N>] = bytemuck::cast_slice_mut(queries);
-    let mut outputs: &mut [Lanes<S, N>] = bytemuck::cast_slice_mut(outputs);
-    let count = rows.count().div_ceil(Lanes::<S, N>::COUNT);
-    let [key, value] = [queries.len(), outputs.len()].map(|entries| entries / count);
-    let mut panels = Vec::with_capacity(count);
-    for panel in 0..count {
-        // Not in chunks: a value may have no numbers.
-        let memory = [take(&mut queries, key), take(&mut outputs, value)];
-        let first = panel * Lanes::<S, N>::COUNT;
-        panels.push(Panel::new(simd, products, rows, first, memory, lines));
-    }
-    panels
-}
-
-/// The first of them, which are left out from then on.
-fn take<'a, T>(entries: &mut &'a mut [T], count: usize) -> &'a mut [T] {
-    let (taken, rest) = mem::take(entries).split_at_mut(count);
-    *entries = rest;
-    taken
-}
-
-/// `keys`, cut at multiples of `length`.
-pub(super) fn tiles(keys: Range<usize>, length: usize) -> impl Iterator<Item = Range<usize>> {
-    let first = keys.start / length * length;
-    (first..keys.end)
-        .step_by(length)
-        .map(move |tile| tile.max(keys.start)..(tile + length).min(keys.end))
-}
-
-/// Writes the rows of a panel, with so many numbers of each.
-#[inline(always)]
-fn finish<S: Simd, const N: usize>(
-    simd: S,
-    panel: &mut Panel<'_, S, N>,
-    size: usize,
-    lines: &mut [f32],
-    write: &mut Write<'_>,
-) {
-    let (stride, count) = (panel.output.len(), panel.visible.len());
-    panel.divide(simd);
-    let [max, sum] = [panel.max.rows(), panel.sum.rows()];
-    for n in 0..N {
-        lanes::lanes_to_rows(simd, panel.output, n, lines);
-        for lane in n * S::F32_LANES..count.min((n + 1) * S::F32_LANES) {
-            let line = &lines[lane % S::F32_LANES * stride..][..size];
-            write(panel.first + lane, Softmax { max: max[lane], sum: sum[lane] }, line);
-        }
     }
 }

@@ -9,7 +9,7 @@
 //!   output[row][c]   = output[row][c] · correction[row] + Σ_key weights[row][key] · V[key][c]
 //! ```
 
-use super::attend::{Softmax, Write, tiles};
+use super::key_range::{Softmax, Write, tiles};
 use super::lanes::{self, exp, tanh};
 use super::panel::{Rows, TILE, common, span};
 use super::prefetch::{Later, Spread};

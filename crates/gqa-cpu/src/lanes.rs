@@ -257,7 +257,7 @@ mod tests {
     #[test]
     fn rows_become_lanes_and_rows_again() {
         Turned.with_simd(pulp::Scalar256b);
-        for instructions in crate::Instructions::all() {
+        for instructions in crate::instructions::Instructions::all() {
             native::dispatch(instructions.vectors, Turned);
         }
     }

@@ -16,13 +16,16 @@ mod amx;
 mod attend;
 mod decode;
 mod instructions;
+mod key_range;
 mod lanes;
 mod native;
 #[cfg(any(target_arch = "x86_64", test))]
 mod pairs;
 mod panel;
+mod panels;
 mod prefetch;
 mod rotate;
+mod row_starts;
 mod scratch;
 mod singles;
 mod stored;
@@ -36,9 +39,11 @@ extern crate self as gqa_cpu;
 #[path = "../tests/made_up/mod.rs"]
 mod made_up;
 
-pub use attend::{Shown, Softmax, Write, attend, scores};
+pub use attend::{Shown, attend, scores};
 pub use instructions::Instructions;
+pub use key_range::{Softmax, Write};
 pub use panel::{KEYS, PADDED_TO, Rows, Tile, span};
 pub use rotate::rotate;
-pub use stored::{CacheElement, Float8, Int4, Int8, Starts, StoredRows, StoredTile};
-pub use widen::{narrow_to_bf16, narrow_to_f16};
+pub use row_starts::Starts;
+pub use stored::{Float8, Int4, Int8, StoredRows, StoredTile};
+pub use widen::{CacheElement, narrow_to_bf16, narrow_to_f16};

@@ -238,9 +238,10 @@ fn transpose<S: Simd>(simd: S, values: &StoredRows<'_, bf16>, to: &mut [u32]) {
 #[cfg(test)]
 pub(super) mod tests {
     use super::*;
-    use crate::Instructions;
-    use crate::attend::{Attend, many};
+    use crate::instructions::Instructions;
+    use crate::key_range::Attend;
     use crate::made_up::MadeUp;
+    use crate::panels::many;
     use pulp::{Arch, WithSimd};
 
     /// Pairs by numbers of `f32`, as any processor multiplies them.

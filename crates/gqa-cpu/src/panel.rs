@@ -13,7 +13,8 @@
 //! By which instructions these are computed, and from what, is the affair of [`Products`].
 
 use super::lanes::{self, Lanes, exp, select, tanh};
-use super::stored::{Starts, StoredRows, StoredTile};
+use super::row_starts::Starts;
+use super::stored::{StoredRows, StoredTile};
 use pulp::Simd;
 use std::ops::Range;
 

@@ -4,7 +4,7 @@
 //! row by row, so that memory is read in its order. Processors would see that order only where rows
 //! lie one behind the other and are read once.
 
-use super::stored::Starts;
+use super::row_starts::Starts;
 use std::ptr;
 
 /// Rows that are read later.

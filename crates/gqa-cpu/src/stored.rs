@@ -6,43 +6,13 @@
 
 use super::native::{self, EXPONENT, FLOAT8_UNIT, LEAST};
 use super::prefetch::Later;
-use super::widen::widen;
+use super::row_starts::Starts;
 use bytemuck::Pod;
 use half::{bf16, f16};
 use pulp::Simd;
 use std::slice;
 
-/// What a cache may hold.
-pub trait CacheElement: Stored {
-    /// Of each pair of rows the numbers of the first, times their scales, into the second; `scales`
-    /// has one for each number, one for all, or none.
-    ///
-    /// # Panics
-    ///
-    /// Where a row has fewer numbers than are asked for.
-    fn widen_scaled<'a>(
-        scales: &[f32],
-        rows: &mut dyn Iterator<Item = (&'a [Self], &'a mut [f32])>,
-    );
-}
-
-macro_rules! cache_element {
-    ($($element:ty),*) => {$(
-        impl CacheElement for $element {
-            // Compiled here, once, and not where it is called.
-            #[inline(never)]
-            fn widen_scaled<'a>(
-                scales: &[f32],
-                rows: &mut dyn Iterator<Item = (&'a [Self], &'a mut [f32])>,
-            ) {
-                widen(scales, rows);
-            }
-        }
-    )*};
-}
-cache_element!(f32, f16, bf16, Int8, Float8, Int4);
-
-/// The same as vectors.
+/// An element of a KV cache as it is stored, read as vectors.
 pub trait Stored: Pod {
     /// Numbers that one of these is.
     const NUMBERS: usize = 1;
@@ -191,65 +161,6 @@ fn each<S: Simd, E>(
     let to: &mut [f32] = bytemuck::cast_slice_mut(slice::from_mut(&mut vector));
     to.iter_mut().zip(from).for_each(|(to, from)| *to = number(from));
     vector
-}
-
-/// Where rows begin in memory.
-pub enum Starts {
-    /// Equally far apart.
-    Strided {
-        /// Where the first one begins.
-        first: usize,
-        /// From one to the next.
-        stride: usize,
-        /// Rows.
-        count: usize,
-    },
-    /// Anywhere, as in a paged KV cache.
-    Each(Vec<usize>),
-}
-
-impl Starts {
-    /// The same, counted in units of so many numbers.
-    fn in_units(self, numbers: usize) -> Self {
-        match self {
-            Self::Strided { first, stride, count } => {
-                Self::Strided { first: first / numbers, stride: stride / numbers, count }
-            }
-            Self::Each(mut starts) => {
-                starts.iter_mut().for_each(|start| *start /= numbers);
-                Self::Each(starts)
-            }
-        }
-    }
-
-    fn count(&self) -> usize {
-        match self {
-            Self::Strided { count, .. } => *count,
-            Self::Each(starts) => starts.len(),
-        }
-    }
-
-    /// The last place at which a row begins; the last there can be, where there is no such number.
-    fn last(&self) -> Option<usize> {
-        match self {
-            Self::Strided { first, stride, count } => {
-                let others = count.checked_sub(1)?;
-                Some(first.saturating_add(stride.saturating_mul(others)))
-            }
-            Self::Each(starts) => starts.iter().max().copied(),
-        }
-    }
-
-    /// Where a row begins, if there is one of that number.
-    #[inline(always)]
-    pub(super) fn get(&self, row: usize) -> Option<usize> {
-        match self {
-            Self::Strided { first, stride, count } => {
-                (row < *count).then_some(first + row * stride)
-            }
-            Self::Each(starts) => starts.get(row).copied(),
-        }
-    }
 }
 
 /// Rows of a tile, wherever they are.

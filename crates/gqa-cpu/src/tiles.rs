@@ -113,11 +113,12 @@ impl<S: Simd, const N: usize, R: Multiply<S, N>> Pairs<S, N> for &Tiles<R> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Instructions;
-    use crate::attend::{Attend, many};
+    use crate::instructions::Instructions;
+    use crate::key_range::Attend;
     use crate::made_up::MadeUp;
     use crate::pairs::InPairs;
     use crate::pairs::tests::Plain;
+    use crate::panels::many;
     use pulp::{Arch, WithSimd};
     use std::cell::Cell;
 

@@ -2,10 +2,40 @@
 //! numbers as elements of 16 bits.
 
 use super::native;
-use super::stored::Stored;
+use super::stored::{Float8, Int4, Int8, Stored};
 use half::{bf16, f16};
 use pulp::{Arch, Scalar256b, Simd, WithSimd};
 use std::{array, slice};
+
+/// What a cache may hold.
+pub trait CacheElement: Stored {
+    /// Of each pair of rows the numbers of the first, times their scales, into the second; `scales`
+    /// has one for each number, one for all, or none.
+    ///
+    /// # Panics
+    ///
+    /// Where a row has fewer numbers than are asked for.
+    fn widen_scaled<'a>(
+        scales: &[f32],
+        rows: &mut dyn Iterator<Item = (&'a [Self], &'a mut [f32])>,
+    );
+}
+
+macro_rules! cache_element {
+    ($($element:ty),*) => {$(
+        impl CacheElement for $element {
+            // Compiled here, once, and not where it is called.
+            #[inline(never)]
+            fn widen_scaled<'a>(
+                scales: &[f32],
+                rows: &mut dyn Iterator<Item = (&'a [Self], &'a mut [f32])>,
+            ) {
+                widen(scales, rows);
+            }
+        }
+    )*};
+}
+cache_element!(f32, f16, bf16, Int8, Float8, Int4);
 
 /// Elements of the widest vector, of such as are a number each.
 const WIDEST: usize = 16;
@@ -206,7 +236,6 @@ fn nearest(bits: u32) -> u16 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{CacheElement, Int4, Int8};
     use std::iter;
 
     #[test]

@@ -90,7 +90,7 @@ fn start(arg: Arg, tensors: &Views<'_>, workspace: Workspace) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::DeviceView;
+    use crate::views::DeviceView;
     use gqa_plan::engine::{Dense, Heads, Layer};
     use gqa_plan::plan::{DeviceInfo, Plan, PlanOptions, TensorId, plan};
     use gqa_tensor::DType;

@@ -1,7 +1,6 @@
 //! Kernels whose constants are folded in the background, once they are launched often.
 
-use super::device::Device;
-use super::modules::Kernel;
+use super::kernel::Kernel;
 use gqa_kernels::registry::Entry;
 use gqa_ptx::Constants;
 use gqa_tensor::Result;
@@ -11,6 +10,17 @@ use std::thread;
 
 /// A program that calls so often with the same constants will call again.
 const LAUNCHES: u32 = 16;
+
+/// Compiles kernels on a device, from any thread.
+pub(super) trait Compile: Clone + Send + 'static {
+    /// The kernel, and whether its text has the constants.
+    fn compile(
+        &self,
+        entry: &'static Entry,
+        sm: u32,
+        constants: &Constants,
+    ) -> Result<(Kernel, bool)>;
+}
 
 /// A kernel with constants that takes over when it is compiled.
 pub(super) struct Deferred {
@@ -33,7 +43,7 @@ impl Deferred {
 
     /// Counts a launch, and gives the kernel if it is compiled. The last launch that is counted
     /// starts the thread that compiles it.
-    pub(super) fn launched(self: &Arc<Self>, device: &Device) -> Option<Kernel> {
+    pub(super) fn launched(self: &Arc<Self>, device: &impl Compile) -> Option<Kernel> {
         if let Some(kernel) = self.kernel() {
             return Some(kernel);
         }
@@ -46,12 +56,8 @@ impl Deferred {
         None
     }
 
-    fn compile(&self, device: &Device) {
-        let compiled = || -> Result<_> {
-            let _entered = device.enter()?;
-            Ok(device.modules().kernel(self.entry, self.sm, &self.constants)?)
-        };
-        match compiled() {
+    fn compile(&self, device: &impl Compile) {
+        match device.compile(self.entry, self.sm, &self.constants) {
             Ok((kernel, true)) => _ = self.kernel.set(kernel),
             // The general kernel goes on, and the log says why.
             Ok((_, false)) => {}

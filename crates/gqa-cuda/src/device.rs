@@ -1,11 +1,15 @@
 //! A GPU: a context and the kernels loaded into it.
 
+use super::deferred::Compile;
 use super::error::{CudaVersion, DriverError};
+use super::kernel::Kernel;
 use super::modules::Modules;
 use super::raw::context::{Context, Entered, Properties};
 use super::raw::{self, Failure, report};
 use super::sys::RawContext;
+use gqa_kernels::registry::Entry;
 use gqa_plan::plan::DeviceInfo;
+use gqa_ptx::Constants;
 use gqa_tensor::{Error, Result};
 use std::ffi::c_void;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
@@ -135,6 +139,18 @@ impl Device {
         }
         let of = |device: &Self| format!("of {} {:?}", device.info().name, device.raw_context());
         Err(Error::invalid(argument, of(other), of(self)))
+    }
+}
+
+impl Compile for Device {
+    fn compile(
+        &self,
+        entry: &'static Entry,
+        sm: u32,
+        constants: &Constants,
+    ) -> Result<(Kernel, bool)> {
+        let _entered = self.enter()?;
+        Ok(self.modules().kernel(entry, sm, constants)?)
     }
 }
 

@@ -130,7 +130,7 @@ impl Code {
 
 impl std::fmt::Display for Code {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match super::raw::error_name(*self) {
+        match super::sys::error_name(self.0) {
             Some(name) => f.write_str(&name),
             None => write!(f, "CUDA result {}", self.0),
         }

@@ -31,6 +31,7 @@ mod cust;
 mod deferred;
 mod device;
 mod error;
+mod kernel;
 mod loaded;
 mod memory;
 mod modules;

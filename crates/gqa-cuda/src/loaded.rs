@@ -6,7 +6,7 @@ use super::constants::constants;
 use super::deferred::Deferred;
 use super::device::Device;
 use super::error::DriverError;
-use super::modules::Kernel;
+use super::kernel::Kernel;
 use super::raw::module::{self, Shape};
 use super::raw::{self, Failure};
 use super::stream::Stream;

@@ -2,8 +2,9 @@
 
 use super::deferred::Deferred;
 use super::error::{Code, CudaVersion, DriverError};
+use super::kernel::Kernel;
 use super::raw::{self, Failure, report};
-use super::sys::{RawFunction, RawModule};
+use super::sys::RawModule;
 use gqa_kernels::registry::{self, Entry};
 use gqa_plan::plan::Capability;
 use gqa_ptx::Constants;
@@ -93,18 +94,6 @@ impl Shipped {
         })
     }
 }
-
-/// A kernel on a device; valid as long as the device's [`Modules`].
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Kernel {
-    module: RawModule,
-    pub(super) function: RawFunction,
-}
-
-// SAFETY: the driver takes handles from any thread.
-unsafe impl Send for Kernel {}
-// SAFETY: as above; the handles are only read.
-unsafe impl Sync for Kernel {}
 
 /// A kernel's place. Its own lock is held while the kernel is compiled, so that threads wait only
 /// for a kernel that they want themselves.

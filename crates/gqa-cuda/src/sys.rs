@@ -5,7 +5,7 @@
 //! `cuda.h` of CUDA 12.0.
 
 use libloading::Library;
-use std::ffi::{c_char, c_int, c_uint, c_void};
+use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::sync::OnceLock;
 
 /// A driver function's result; 0 is success.
@@ -249,6 +249,18 @@ pub(super) fn functions() -> &'static Functions {
         Some(Ok(driver)) => &driver.functions,
         _ => &NONE,
     }
+}
+
+/// The driver's name for a result; `None` without a driver, or where it does not know the result.
+pub(super) fn error_name(status: Status) -> Option<String> {
+    let mut name: *const c_char = std::ptr::null();
+    // SAFETY: the driver stores a pointer to a static string, or null.
+    let found = unsafe { (functions().cuGetErrorName)(status, &raw mut name) };
+    if found != 0 || name.is_null() {
+        return None;
+    }
+    // SAFETY: the string is static.
+    Some(unsafe { CStr::from_ptr(name) }.to_string_lossy().into_owned())
 }
 
 #[cfg(test)]

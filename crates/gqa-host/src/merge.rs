@@ -1,7 +1,7 @@
 //! Attention over all keys, from attention over parts of them.
 
 use crate::backend::cpu::{Rayon, each};
-use crate::{DType, Error, Result, TensorView, TensorViewMut};
+use gqa_tensor::{DType, Error, Result, TensorView, TensorViewMut};
 use half::{bf16, f16};
 
 /// Attention over some of the keys: `output` of shape (batch, rows, heads, size), of a

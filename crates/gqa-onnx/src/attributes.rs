@@ -1,7 +1,7 @@
 //! Attributes of a node, checked for name and type.
 
+use crate::error::{Error, Result};
 use crate::proto::{AttributeProto, NodeProto};
-use crate::{Error, Result};
 
 /// AttributeProto.AttributeType, as far as the operators use it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

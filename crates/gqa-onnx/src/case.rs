@@ -19,8 +19,11 @@ use serde::Deserialize;
 use serde::de::DeserializeOwned;
 
 use crate::compare::{Comparison, Limits, Region, compare};
+use crate::error::{Error, Result};
+use crate::file;
+use crate::model::Model;
 use crate::model::numbered_files;
-use crate::{Error, Model, Result, file, read_tensor};
+use crate::tensor::read_tensor;
 
 /// What meta.json looks like.
 const META: &str = r#"{"tolerance": {"atol": 1e-3, "rtol": 1e-3}} and other fields"#;
@@ -305,8 +308,8 @@ mod tests {
     use prost::Message;
 
     use super::*;
-    use crate::encode_tensor;
     use crate::model::tests::small_model;
+    use crate::tensor::encode_tensor;
 
     /// Writes the same value everywhere.
     struct Constant(f32);

@@ -3,7 +3,7 @@
 
 use gqa_host::{DType, Tensor};
 
-use crate::{Error, Result};
+use crate::error::{Error, Result};
 
 /// `|got - want| <= absolute + relative · |want|`.
 #[derive(Clone, Copy, Debug, PartialEq)]

@@ -5,7 +5,7 @@ use std::fs::{File, FileType};
 use std::io::{ErrorKind, Read};
 use std::path::Path;
 
-use crate::{Error, Result};
+use crate::error::{Error, Result};
 
 /// The most that a protobuf message has.
 pub(crate) const MESSAGE_BYTES: u64 = i32::MAX as u64;

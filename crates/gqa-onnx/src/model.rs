@@ -6,12 +6,14 @@ use std::path::{Path, PathBuf};
 use gqa_host::{DType, Tensor};
 use prost::Message;
 
+use crate::error::{Error, Result};
+use crate::file;
+use crate::operator::{Call, Operator};
 use crate::opset::Imports;
 use crate::proto::{
     GraphProto, ModelProto, NodeProto, TypeProto, ValueInfoProto, element_type_name,
 };
 use crate::tensor::{ELEMENT_TYPES, dtype_of, from_proto, read_tensor};
-use crate::{Call, Error, Operator, Result, file};
 
 /// A model whose graph is one node of a supported [`Operator`].
 #[derive(Clone, Debug)]
@@ -488,7 +490,8 @@ pub(crate) mod tests {
             tempfile::tempdir().map_err(|e| Error::io(Path::new("temporary folder"), e))?;
         let feed = |index: usize, tensor: &Tensor| {
             let path = folder.path().join(format!("input_{index}.pb"));
-            std::fs::write(&path, crate::encode_tensor("", tensor)).map_err(|e| Error::io(&path, e))
+            std::fs::write(&path, crate::tensor::encode_tensor("", tensor))
+                .map_err(|e| Error::io(&path, e))
         };
         let error = || model.call(folder.path()).err().map_or("accepted".into(), |e| e.to_string());
         assert!(error().starts_with("query (input_0.pb): got "), "{}", error());

@@ -12,9 +12,9 @@ use gqa_host::op::{
 };
 use gqa_host::{Problem, Tensor};
 
+use crate::error::{Error, Result};
 use crate::opset::{Imports, MICROSOFT, ONNX, domain_name};
 use crate::proto::NodeProto;
-use crate::{Error, Result};
 
 /// An operator with its attributes.
 #[derive(Clone, Debug, PartialEq)]

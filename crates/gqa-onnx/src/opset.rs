@@ -5,8 +5,8 @@
 
 use std::collections::BTreeMap;
 
+use crate::error::{Error, Result};
 use crate::proto::OperatorSetIdProto;
-use crate::{Error, Result};
 
 /// ONNX's own domain, which is also written as "".
 pub(crate) const ONNX: &str = "ai.onnx";

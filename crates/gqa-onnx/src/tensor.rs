@@ -8,8 +8,9 @@ use half::{bf16, f16};
 use ndarray::{ArrayD, IxDyn};
 use prost::Message;
 
+use crate::error::{Error, Result};
+use crate::file;
 use crate::proto::{TensorProto, element_type_name};
-use crate::{Error, Result, file};
 
 /// More dimensions than any tensor of the operators has.
 const MAX_RANK: usize = 8;

@@ -1,7 +1,7 @@
 //! What sizes calls may have: the one place that sees to it that no product of sizes overflows, on
 //! the host or in a kernel.
 
-use crate::{Error, Result};
+use gqa_tensor::{Error, Result};
 use std::fmt::Display;
 
 /// Largest number of rows, batch entries or positions, and of rows of all heads and batch entries.

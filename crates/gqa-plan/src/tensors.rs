@@ -1,6 +1,7 @@
 //! The tensors of a call: one row each, from which all that holds one value per tensor is made.
 
-use crate::{CacheBinding, CallKind, DType, Error, Problem, QkOutput, Result, RowStrides, Sink};
+use crate::problem::{CacheBinding, CallKind, Problem, QkOutput, RowStrides, Sink};
+use gqa_tensor::{DType, Error, Result};
 use gqa_tensor::{Tensor, TensorView};
 
 /// One row per tensor of a call: its role, its name as an input or output of the operator, what a

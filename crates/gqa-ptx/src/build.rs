@@ -1,7 +1,8 @@
 //! Compiling a device crate to PTX.
 
 use crate::command::run;
-use crate::{Error, Result, Toolchain};
+use crate::error::{Error, Result};
+use crate::toolchain::Toolchain;
 use std::env;
 use std::ffi::OsString;
 use std::fs;

@@ -1,6 +1,6 @@
 //! Running other programs.
 
-use crate::{Error, Result};
+use crate::error::{Error, Result};
 use std::process::{Command, Output};
 
 /// Runs to the end and returns what was written to (standard output, standard error).

@@ -1,7 +1,7 @@
 //! Programs of the CUDA toolkit, from wherever they are, or from PyPI.
 
 use crate::command::run;
-use crate::{Error, Result};
+use crate::error::{Error, Result};
 use std::env;
 use std::env::consts::EXE_SUFFIX;
 use std::path::{Path, PathBuf};

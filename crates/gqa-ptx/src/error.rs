@@ -3,6 +3,13 @@
 use std::io;
 use std::path::PathBuf;
 
+/// Result of this crate.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// The oldest rustc 1.x that works: its LLVM (22) supports Hopper and Blackwell, and its cargo
+/// supports `panic = "immediate-abort"`.
+pub(crate) const MINIMUM_MINOR: u32 = 95;
+
 /// Everything this crate reports.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
@@ -13,7 +20,7 @@ pub enum Error {
          Install one of the two and run this again:\n  \
            rustup component add rust-src\n  \
            apt-get install --no-install-recommends rustc-web cargo-web rust-web-src    (Debian 12, as root)",
-        minimum = crate::toolchain::MINIMUM_MINOR
+        minimum = MINIMUM_MINOR
     )]
     NoToolchain {
         /// One line per place or installer tried.

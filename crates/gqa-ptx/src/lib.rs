@@ -66,7 +66,7 @@ mod toolchain;
 #[cfg(feature = "build")]
 pub use self::{
     build::{Builder, Built, Target},
-    error::Error,
+    error::{Error, Result},
     manifest::{Kernel, Manifest, Module, sha256, source_hash},
     nvdisasm::{Loop, Nvdisasm},
     packed::pack,
@@ -74,7 +74,3 @@ pub use self::{
     ratchet::Ratchet,
     toolchain::Toolchain,
 };
-
-/// Result of this crate.
-#[cfg(feature = "build")]
-pub type Result<T, E = Error> = std::result::Result<T, E>;

@@ -1,7 +1,8 @@
 //! The PTX a crate ships: files of kernels, and a list of what they hold and come from.
 
+use crate::error::{Error, Result};
+use crate::packed::{pack, unpack};
 use crate::text::apart;
-use crate::{Error, Result, pack, unpack};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 use std::collections::{BTreeMap, HashMap};

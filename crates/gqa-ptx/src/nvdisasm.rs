@@ -1,8 +1,8 @@
 //! NVIDIA's disassembler: what the assembler made of loops over matrix products.
 
-use crate::Result;
 use crate::command::run;
 use crate::cuda_tool::CudaTool;
+use crate::error::Result;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::Command;

@@ -1,7 +1,7 @@
 //! What Rust has no words for, written into the PTX text.
 
+use crate::error::{Error, Result};
 use crate::text::{apart, entries, entry_named};
-use crate::{Error, Result};
 use std::fmt::Write;
 
 /// Performance directives of an entry; `None` leaves one out.

@@ -3,7 +3,7 @@
 
 use crate::command::run;
 use crate::cuda_tool::CudaTool;
-use crate::{Error, Result};
+use crate::error::{Error, Result};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 

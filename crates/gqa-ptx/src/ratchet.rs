@@ -4,8 +4,8 @@
 //! to local memory, and results stay right on a lucky day. Exact counts per entry make each such
 //! change visible in review.
 
+use crate::error::{Error, Result};
 use crate::inspect::{Counts, count};
-use crate::{Error, Result};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;

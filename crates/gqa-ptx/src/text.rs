@@ -1,7 +1,7 @@
 //! The little of PTX's grammar that is needed to find things in it.
 
 #[cfg(feature = "build")]
-use crate::{Error, Result};
+use crate::error::{Error, Result};
 use std::ops::Range;
 
 /// Byte ranges of one `.entry` in a PTX text.

@@ -5,15 +5,12 @@
 //! `rust-src`, or a distribution's.
 
 use crate::command::run;
-use crate::{Error, Result};
+use crate::error::{Error, MINIMUM_MINOR, Result};
 use std::env::consts::EXE_SUFFIX;
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Oldest 1.x that serves: its LLVM (22) knows Hopper and Blackwell, and its cargo knows `panic =
-/// "immediate-abort"`.
-pub(crate) const MINIMUM_MINOR: u32 = 95;
 /// Debian 12's packages of a current compiler.
 const DEBIAN_PACKAGES: [&str; 3] = ["rustc-web", "cargo-web", "rust-web-src"];
 

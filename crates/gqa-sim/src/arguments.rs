@@ -55,7 +55,7 @@ impl<'a> Arg<'a> {
     }
 
     /// Memory that the grids before this one do not write: a
-    /// [programmatic](crate::Launch::programmatic) launch may read it at once.
+    /// [programmatic](crate::launch::Launch::programmatic) launch may read it at once.
     pub fn early(self) -> Self {
         Self { early: true, ..self }
     }

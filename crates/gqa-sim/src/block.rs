@@ -2,11 +2,11 @@
 
 use crate::arguments::Arguments;
 use crate::cluster::Membership;
-use crate::collective::Collective;
 use crate::communicate::Watch;
 use crate::copy::Copies;
 use crate::fault::FaultKind;
-use crate::hopper::{Hopper, has_passed};
+use crate::hopper::Hopper;
+use crate::instruction::Collective;
 use crate::shared::{Checked, Clocks, SharedMemory, Stamp, Who};
 use corosensei::Yielder;
 use std::cell::Cell;
@@ -149,24 +149,10 @@ impl Block {
         }
     }
 
-    /// Lanes of the warp that can run, one bit each.
-    pub(crate) fn runnable(&self, warp: usize) -> u32 {
-        match self.holds[warp] {
-            Hold::No => u32::MAX,
-            Hold::Warp => 0,
-            Hold::Lanes => {
-                let lanes = self.lanes[warp * 32..][..32].iter();
-                lanes.rev().fold(0, |bits, lane| bits << 1 | self.has_phase(lane) as u32)
-            }
-        }
-    }
-
-    /// Whether the phase that the lane waits for has completed.
-    fn has_phase(&self, lane: &Lane) -> bool {
-        match lane.waiting {
-            Waiting::Phase { address, parity, .. } => has_passed(self, address, parity),
-            _ => false,
-        }
+    /// Lets the four warps of a warpgroup go on.
+    pub(crate) fn release_warpgroup(&mut self, warpgroup: usize) {
+        self.holds[warpgroup * 4..][..4].fill(Hold::No);
+        self.woken = true;
     }
 
     /// The thread that runs now.

@@ -1,8 +1,9 @@
 //! Blocks of a cluster: their barrier, and each other's shared memory.
 
 use crate::block::{self, Block, Hold};
-use crate::collective::{Collective, meet};
+use crate::collective::meet;
 use crate::fault::FaultKind;
+use crate::instruction::Collective;
 use crate::shared::{Checked, Clocks, Known, Stamp, View, join_known, raise};
 use bytemuck::Pod;
 use std::cell::{Cell, RefCell};

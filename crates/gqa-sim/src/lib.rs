@@ -40,13 +40,16 @@ mod collective;
 mod communicate;
 mod copy;
 pub mod device;
+mod execute;
 mod fault;
 mod global;
 mod hopper;
+mod instruction;
 mod launch;
 mod matrix;
 mod memory;
 mod panics;
+mod run;
 mod schedule;
 mod shared;
 mod stack;
@@ -54,7 +57,8 @@ mod stack;
 pub use arguments::{Arg, Arguments};
 pub use fault::{Agent, Fault, FaultKind, Hazard, Place, Standstill, Threads};
 pub use hopper::{Swizzle, TensorLayout};
-pub use launch::{Launch, Loop, MAX_SHARED_BYTES, Report, launch, launch_by};
+pub use launch::{Launch, MAX_SHARED_BYTES, Report};
+pub use run::{Loop, launch, launch_by};
 pub use schedule::Kernel;
 
 /// The example of the page is a test.

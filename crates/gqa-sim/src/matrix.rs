@@ -19,42 +19,11 @@
 
 use crate::arithmetic::f16_to_f32;
 use crate::block::{Block, Lane};
-use crate::collective::{Collective, meet};
+use crate::collective::meet;
+use crate::instruction::{Collective, Matrices, Product};
 use crate::shared::{Checked, Who};
 
-/// A form of `ldmatrix`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Matrices {
-    count: usize,
-    transposed: bool,
-}
-
-impl Matrices {
-    pub(crate) fn name(self) -> &'static str {
-        match (self.count, self.transposed) {
-            (4, false) => "ldmatrix_x4",
-            (4, true) => "ldmatrix_x4_trans",
-            (_, false) => "ldmatrix_x2",
-            (_, true) => "ldmatrix_x2_trans",
-        }
-    }
-}
-
-/// A form of `mma` with 16-bit elements.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Product {
-    F16,
-    Bf16,
-}
-
 impl Product {
-    pub(crate) fn name(self) -> &'static str {
-        match self {
-            Self::F16 => "mma_m16n8k16_f16",
-            Self::Bf16 => "mma_m16n8k16_bf16",
-        }
-    }
-
     /// The two elements of a register.
     #[inline(always)]
     pub(crate) fn widen(self, register: u32) -> [f32; 2] {

@@ -4,10 +4,11 @@
 use crate::arguments::Arguments;
 use crate::block::{self, Block, Entered, Hold, Lane, Waiting};
 use crate::cluster::{self, Cluster};
-use crate::collective::Collective;
 use crate::communicate::{GlobalOrder, Watch};
+use crate::execute::execute;
 use crate::fault::{FaultKind, Place, Standstill, Threads};
 use crate::hopper;
+use crate::instruction::Collective;
 use crate::launch::{Launch, Report};
 use crate::panics;
 use crate::stack::{Reserved, ThreadStack};
@@ -329,7 +330,7 @@ impl Run {
     /// only.
     fn turn(&mut self, warp: usize) -> Result<Turn, FaultKind> {
         let (a, b) = self.random.permutation();
-        let runnable = block::with(|block| block.runnable(warp));
+        let runnable = block::with(|block| runnable(block, warp));
         for i in 0..32 {
             let lane = (a * i + b) % 32;
             if runnable >> lane & 1 == 1 {
@@ -373,7 +374,7 @@ impl Run {
                 Ok(Turn::Exited)
             }
             Waiting::Warp(instruction, _) => {
-                instruction.execute(block, warp * 32).map_err(|kind| *kind)?;
+                execute(instruction, block, warp * 32).map_err(|kind| *kind)?;
                 if instruction.orders_memory() {
                     block.synchronise_warp(warp);
                 }
@@ -451,7 +452,7 @@ impl Waiting {
 #[inline(always)]
 fn wake(block: &mut Block, ready: &mut Vec<usize>, held: &mut Vec<usize>) -> usize {
     if std::mem::take(&mut block.woken) {
-        ready.extend(held.extract_if(.., |warp| block.runnable(*warp) != 0));
+        ready.extend(held.extract_if(.., |warp| runnable(block, *warp) != 0));
     }
     block.hopper.loads.len()
 }
@@ -466,7 +467,7 @@ fn hold(block: &mut Block, warp: usize) -> Result<Turn, FaultKind> {
         return Err(disagreement(standstill(block, threads)));
     }
     block.holds[warp] = Hold::Lanes;
-    Ok(if block.runnable(warp) == 0 { Turn::Held } else { Turn::Ready })
+    Ok(if runnable(block, warp) == 0 { Turn::Held } else { Turn::Ready })
 }
 
 /// Nobody can run and somebody waits.
@@ -526,5 +527,25 @@ impl Random {
     fn permutation(&mut self) -> (usize, usize) {
         let bits = self.next() as usize;
         ((bits % 32) | 1, bits / 32 % 32)
+    }
+}
+
+/// Lanes of the warp that can run, one bit each.
+fn runnable(block: &Block, warp: usize) -> u32 {
+    match block.holds[warp] {
+        Hold::No => u32::MAX,
+        Hold::Warp => 0,
+        Hold::Lanes => {
+            let lanes = block.lanes[warp * 32..][..32].iter();
+            lanes.rev().fold(0, |bits, lane| bits << 1 | has_phase(block, lane) as u32)
+        }
+    }
+}
+
+/// Whether the phase that the lane waits for has completed.
+fn has_phase(block: &Block, lane: &Lane) -> bool {
+    match lane.waiting {
+        Waiting::Phase { address, parity, .. } => hopper::has_passed(block, address, parity),
+        _ => false,
     }
 }

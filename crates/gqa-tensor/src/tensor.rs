@@ -1,6 +1,7 @@
 //! Host tensors: `ndarray` arrays of one of the operator's element types.
 
-use crate::{DType, Error, Result, TensorDesc};
+use crate::dtype::{DType, TensorDesc};
+use crate::error::{Error, Result};
 use bytemuck::Zeroable;
 use float8::F8E4M3;
 use half::{bf16, f16};

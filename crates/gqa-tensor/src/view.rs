@@ -1,6 +1,8 @@
 //! Tensors in memory of the caller's: slices of one of the element types.
 
-use crate::{DType, Error, Result, Tensor};
+use crate::dtype::DType;
+use crate::error::{Error, Result};
+use crate::tensor::Tensor;
 use float8::F8E4M3;
 use half::{bf16, f16};
 

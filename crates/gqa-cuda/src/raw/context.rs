@@ -176,3 +176,11 @@ fn set_current(context: RawContext) -> Result<(), Failure> {
     // SAFETY: null, or a context that was current, is retained, or that a caller vouches for.
     unsafe { call!(cuCtxSetCurrent(context)) }
 }
+
+/// The greatest priority of a stream in the current context, which is the lowest number.
+pub(in super::super) fn greatest_priority() -> Result<c_int, Failure> {
+    let (mut least, mut greatest): (c_int, c_int) = (0, 0);
+    // SAFETY: the driver stores two numbers.
+    unsafe { call!(cuCtxGetStreamPriorityRange(&raw mut least, &raw mut greatest)) }?;
+    Ok(greatest)
+}

@@ -1,4 +1,5 @@
-//! The driver's functions with Rust types and results: the only folder that calls [`sys`].
+//! The driver's functions with Rust types and results: called nowhere else, except for a
+//! result's name and a tensor map.
 //!
 //! But for what [`start`] and [`context`] do, every function needs a current context, and handles
 //! of it.
@@ -11,7 +12,7 @@ pub(super) mod stream;
 
 use super::error::{Code, CudaVersion, DriverError};
 use super::sys::{self, Status};
-use std::ffi::{CStr, c_char, c_int};
+use std::ffi::c_int;
 
 /// A driver function that failed.
 #[derive(Clone, Copy, Debug)]
@@ -58,16 +59,6 @@ use call;
 pub(super) fn report(result: Result<(), Failure>) {
     if let Err(failure) = result {
         tracing::error!("{} failed ({})", failure.call, failure.code);
-    }
-}
-
-/// The driver's name for a result; `None` without a driver, or where it does not know the result.
-pub(super) fn error_name(code: Code) -> Option<String> {
-    let mut name: *const c_char = std::ptr::null();
-    // SAFETY: the driver stores a pointer to a static string, or null.
-    unsafe {
-        call!(cuGetErrorName(code.0, &raw mut name)).ok()?;
-        (!name.is_null()).then(|| CStr::from_ptr(name).to_string_lossy().into_owned())
     }
 }
 

@@ -1,14 +1,28 @@
 //! Modules, their kernels, and launches.
 
 use super::super::sys::{self, LaunchAttribute, LaunchConfig, RawFunction, RawModule, RawStream};
-use super::{Failure, call, stream};
+use super::context::greatest_priority;
+use super::{Failure, call};
 use std::ffi::{CStr, c_int, c_uint, c_void};
 use std::ptr::null_mut;
 
 /// Compiles and loads PTX text. A failure comes with the compiler's log. The thread may be
 /// capturing a stream meanwhile.
 pub(in super::super) fn load(ptx: &CStr) -> Result<RawModule, (Failure, String)> {
-    stream::relaxed(|| compile(ptx)).map_err(|failure| (failure, String::new()))?
+    relaxed(|| compile(ptx)).map_err(|failure| (failure, String::new()))?
+}
+
+/// Runs `work` in this thread's relaxed capture mode, in which modules may be loaded while the
+/// thread captures a stream.
+fn relaxed<T>(work: impl FnOnce() -> T) -> Result<T, Failure> {
+    const RELAXED: c_int = 2;
+    let mut mode = RELAXED;
+    // SAFETY: the driver exchanges one value, which it gets back below.
+    unsafe { call!(cuThreadExchangeStreamCaptureMode(&raw mut mode)) }?;
+    let done = work();
+    // SAFETY: as above.
+    unsafe { call!(cuThreadExchangeStreamCaptureMode(&raw mut mode)) }?;
+    Ok(done)
 }
 
 fn compile(ptx: &CStr) -> Result<RawModule, (Failure, String)> {
@@ -109,7 +123,7 @@ impl Shape {
 
     /// The attributes of a node of a graph.
     pub(super) fn node_attributes(&self) -> Result<[Option<LaunchAttribute>; 2], Failure> {
-        let priority = self.urgent.then(stream::greatest_priority).transpose()?;
+        let priority = self.urgent.then(greatest_priority).transpose()?;
         let urgent = priority.map(|least| LaunchAttribute::new(PRIORITY, [least as u32, 0, 0]));
         Ok([self.cluster(), urgent])
     }

@@ -1,6 +1,7 @@
 //! Streams, events and captures.
 
 use super::super::sys::{self, RawContext, RawEvent, RawGraph, RawGraphExec, RawStream};
+use super::context::greatest_priority;
 use super::{Failure, call, graph, report};
 use std::ffi::{c_int, c_uint};
 use std::ptr::null_mut;
@@ -22,14 +23,6 @@ fn create_with_priority(priority: c_int) -> Result<RawStream, Failure> {
     // SAFETY: the driver stores one handle.
     unsafe { call!(cuStreamCreateWithPriority(&raw mut stream, NON_BLOCKING, priority)) }?;
     Ok(stream)
-}
-
-/// The greatest priority of a stream, the least number.
-pub(in super::super) fn greatest_priority() -> Result<c_int, Failure> {
-    let (mut least, mut greatest): (c_int, c_int) = (0, 0);
-    // SAFETY: the driver stores two numbers.
-    unsafe { call!(cuCtxGetStreamPriorityRange(&raw mut least, &raw mut greatest)) }?;
-    Ok(greatest)
 }
 
 /// # Safety
@@ -157,17 +150,4 @@ pub(in super::super) unsafe fn end_capture(stream: RawStream) -> Result<RawGraph
         report(graph::destroy(captured));
         exec
     }
-}
-
-/// Runs `work` in this thread's relaxed capture mode, in which modules may be loaded while the
-/// thread captures a stream.
-pub(super) fn relaxed<T>(work: impl FnOnce() -> T) -> Result<T, Failure> {
-    const RELAXED: c_int = 2;
-    let mut mode = RELAXED;
-    // SAFETY: the driver exchanges one value, which it gets back below.
-    unsafe { call!(cuThreadExchangeStreamCaptureMode(&raw mut mode)) }?;
-    let done = work();
-    // SAFETY: as above.
-    unsafe { call!(cuThreadExchangeStreamCaptureMode(&raw mut mode)) }?;
-    Ok(done)
 }

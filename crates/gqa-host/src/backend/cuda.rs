@@ -1,9 +1,10 @@
 //! Problems on a GPU: host tensors are copied there and back.
 
 use super::{Backend, Io, Machine};
-use crate::driver::{Call, Device, Stream};
-use crate::plan::{DeviceInfo, Plan, PlanOptions, TensorId, plan};
-use crate::{CacheBinding, Problem, Result};
+use gqa_cuda::{Call, Device, Stream};
+use gqa_plan::plan::{DeviceInfo, Plan, PlanOptions, TensorId, plan};
+use gqa_plan::{CacheBinding, Problem};
+use gqa_tensor::Result;
 use std::borrow::Cow;
 
 /// The first GPU.
@@ -20,7 +21,7 @@ impl Cuda {
     ///
     /// # Errors
     ///
-    /// [`DriverError`](crate::driver::DriverError) says why it cannot be used.
+    /// [`DriverError`](gqa_cuda::DriverError) says why it cannot be used.
     pub fn new(options: PlanOptions) -> Result<Self> {
         Self::on(Device::open(0)?, options)
     }

@@ -1,9 +1,10 @@
 //! Calls on files: every tensor as a NumPy `.npy`, to look at them elsewhere.
 
 use super::{Backend, Io};
-use crate::plan::TensorId;
-use crate::plan::environment::DUMP;
-use crate::{DType, Error, Problem, Result, Tensor};
+use gqa_plan::Problem;
+use gqa_plan::plan::TensorId;
+use gqa_plan::plan::environment::DUMP;
+use gqa_tensor::{DType, Error, Result, Tensor};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
@@ -64,7 +65,7 @@ impl Folder {
         for id in TensorId::ALL {
             io.input(id).map_or(Ok(()), |tensor| self.write(id.name(), tensor))?;
         }
-        if problem.cache == crate::CacheBinding::Shared {
+        if problem.cache == gqa_plan::CacheBinding::Shared {
             self.write("past_key", io.present_key)?;
             self.write("past_value", io.present_value)?;
         }

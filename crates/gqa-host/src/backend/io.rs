@@ -1,9 +1,10 @@
 //! A call's tensors by their role, and whether they are those of a problem.
 
 use super::{Io, IoViews};
-use crate::plan::{TensorId, TensorSpec};
-use crate::{DType, Error, Problem, Result, Tensor, TensorView, TensorViewMut};
+use gqa_plan::Problem;
 use gqa_plan::contents;
+use gqa_plan::plan::{TensorId, TensorSpec};
+use gqa_tensor::{DType, Error, Result, Tensor, TensorView, TensorViewMut};
 
 impl<'a> Io<'a> {
     /// The input in that role.

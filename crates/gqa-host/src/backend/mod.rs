@@ -10,13 +10,14 @@ pub mod sim;
 #[cfg(feature = "sim")]
 mod strided;
 
-use crate::plan::Tensors;
-use crate::{CacheView, Problem, Result, Tensor, TensorView, TensorViewMut};
+use gqa_plan::Problem;
+use gqa_plan::plan::Tensors;
+use gqa_tensor::{CacheView, Result, Tensor, TensorView, TensorViewMut};
 
 /// The tensors of one validated call. Inputs are as the operator takes them; outputs have their
 /// final shapes.
 ///
-/// With [`CacheBinding::Shared`](crate::CacheBinding) `past_*` are absent and `present_*` arrive
+/// With [`CacheBinding::Shared`](gqa_plan::CacheBinding) `past_*` are absent and `present_*` arrive
 /// holding the past, and so do the scales of rows; with `Separate` every element of `present_*` is
 /// written. Every element of the other outputs is always written.
 pub struct Io<'a> {
@@ -74,7 +75,7 @@ pub trait Backend: Send + Sync {
 #[cfg(any(feature = "cuda", feature = "sim"))]
 pub trait Machine: Backend {
     /// The device that its plans are made for.
-    fn target(&self) -> &crate::plan::DeviceInfo;
+    fn target(&self) -> &gqa_plan::plan::DeviceInfo;
 
     /// Runs a plan on host tensors. What is in these is not looked at: kernels keep within them
     /// whatever lengths, positions and blocks there are.
@@ -84,7 +85,7 @@ pub trait Machine: Backend {
     /// Unless the tensors are those of the plan's problem; where the plan is for a newer device,
     /// memory is too small, the GPU fails, or the simulator catches a kernel doing what hardware
     /// leaves undefined.
-    fn execute(&self, plan: &crate::plan::Plan, io: &mut Io<'_>) -> Result<()>;
+    fn execute(&self, plan: &gqa_plan::plan::Plan, io: &mut Io<'_>) -> Result<()>;
 }
 
 /// Runs `problem` on `backend`, as every operator of [`op`](crate::op) does: with a log line, and

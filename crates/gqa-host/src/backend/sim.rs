@@ -2,10 +2,11 @@
 
 use super::cpu::{Executor, Rayon};
 use super::{Backend, Io, Machine, strided};
-use crate::plan::{Arg, DeviceInfo, Launch, Plan, PlanOptions, TensorId, TensorMap, plan};
-use crate::{CacheBinding, Error, Problem, Result, Tensor};
+use gqa_plan::plan::{Arg, DeviceInfo, Launch, Plan, PlanOptions, TensorId, TensorMap, plan};
+use gqa_plan::{CacheBinding, Problem};
 use gqa_sim::{Swizzle, TensorLayout};
 use gqa_tensor::POISON;
+use gqa_tensor::{Error, Result, Tensor};
 use std::cell::Cell;
 use std::ops::Range;
 

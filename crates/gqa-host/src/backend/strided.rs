@@ -1,9 +1,10 @@
 //! Copies of a call's tensors with the strides that its plan wants, on the simulated GPU.
 
 use super::Io;
-use crate::plan::TensorId;
-use crate::{Error, Problem, Result, RowLayout, Strided, Tensor};
+use gqa_plan::plan::TensorId;
+use gqa_plan::{Problem, RowLayout, Strided};
 use gqa_tensor::POISON;
+use gqa_tensor::{Error, Result, Tensor};
 
 /// Where a strided tensor's rows are, and where those of the contiguous one.
 struct Rows {
@@ -30,7 +31,7 @@ impl Rows {
 
     /// Poisoned memory for the strided tensor.
     fn memory(&self) -> Vec<u8> {
-        let strides = crate::RowStrides::from(self.strided);
+        let strides = gqa_plan::RowStrides::from(self.strided);
         vec![POISON; strides.extent(self.dims).unwrap_or_default() * self.element]
     }
 

@@ -1,8 +1,9 @@
 //! ONNX `Attention`, as operator sets 23, 24 and 25 define it.
 
 use crate::backend::{Backend, Io, run};
-use crate::plan::{TensorId, Tensors};
-use crate::{DType, Problem, QkOutput, Result, Tensor};
+use gqa_plan::plan::{TensorId, Tensors};
+use gqa_plan::{Problem, QkOutput};
+use gqa_tensor::{DType, Result, Tensor};
 
 /// The operator's attributes, with ONNX's defaults.
 ///

@@ -1,8 +1,9 @@
 //! `com.microsoft.GroupQueryAttention`.
 
 use crate::backend::{Backend, Io, run};
-use crate::plan::{TensorId, Tensors};
-use crate::{CacheBinding, DType, Layout, Problem, QkOutput, Result, Scales, Tensor};
+use gqa_plan::plan::{TensorId, Tensors};
+use gqa_plan::{CacheBinding, Layout, Problem, QkOutput, Scales};
+use gqa_tensor::{DType, Result, Tensor};
 
 /// How a cache is quantized.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

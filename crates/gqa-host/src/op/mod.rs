@@ -17,7 +17,7 @@ pub use scatter::{ScatterInputs, TensorScatter};
 pub use shapes::Shapes;
 pub use validate_attention::AttentionShapes;
 
-use crate::DType;
+use gqa_tensor::DType;
 
 /// ONNX's number of an element type, `TensorProto.DataType`.
 pub const fn element_type(dtype: DType) -> i32 {

@@ -10,11 +10,12 @@ pub use inputs::{PagedCache, PagedInputs, PagedShapes};
 use super::QuantType;
 use super::validate::check_owner;
 use crate::backend::{Backend, Io, run};
-use crate::plan::{TensorId, Tensors};
-use crate::{DType, Error, Problem, Result, Tensor};
+use gqa_plan::Problem;
 pub use gqa_plan::contents::Bounds;
 use gqa_plan::contents::{self, PagedLengths};
 use gqa_plan::limits::shape;
+use gqa_plan::plan::{TensorId, Tensors};
+use gqa_tensor::{DType, Error, Result, Tensor};
 
 /// The operator's attributes, with ONNX Runtime's defaults.
 #[derive(Clone, Debug, PartialEq)]
@@ -166,7 +167,7 @@ impl PagedAttention {
     ///
     /// # Errors
     ///
-    /// [`Error::Invalid`](crate::Error::Invalid) names the input or attribute that is not allowed,
+    /// [`Error::Invalid`](gqa_tensor::Error::Invalid) names the input or attribute that is not allowed,
     /// what was got and what is allowed.
     pub fn problem(&self, inputs: &PagedInputs<'_>, cache: &PagedCache) -> Result<Problem> {
         let given = [inputs.k_scale, inputs.v_scale];

@@ -2,11 +2,10 @@
 
 use super::validate::{Dim, Pattern};
 use crate::backend::{Backend, Io, run};
-use crate::plan::{TensorId, Tensors};
-use crate::{
-    CallKind, DType, Error, Layout, Problem, ProblemFields, Result, Rotary, Tensor, TensorDesc,
-};
 use gqa_plan::limits::{MAX_HEAD_SIZE, MAX_HEADS, addressable, check_rows, shape};
+use gqa_plan::plan::{TensorId, Tensors};
+use gqa_plan::{CallKind, Layout, Problem, ProblemFields, Rotary};
+use gqa_tensor::{DType, Error, Result, Tensor, TensorDesc};
 use ndarray::{Array1, Array2};
 
 /// The operator's attributes, with ONNX's defaults.

@@ -3,12 +3,10 @@
 use super::KvCache;
 use super::validate::{Dim, Pattern};
 use crate::backend::{Backend, Io, run};
-use crate::plan::{TensorId, Tensors};
-use crate::{
-    CacheBinding, CallKind, DType, Error, Layout, Phase, Problem, ProblemFields, Result, Tensor,
-    TensorDesc, WriteMode,
-};
 use gqa_plan::limits::{MAX_COUNT, addressable, check_rows, shape};
+use gqa_plan::plan::{TensorId, Tensors};
+use gqa_plan::{CacheBinding, CallKind, Layout, Phase, Problem, ProblemFields, WriteMode};
+use gqa_tensor::{DType, Error, Result, Tensor, TensorDesc};
 use ndarray::Array1;
 
 /// ONNX `TensorScatter`, as operator set 24 defines it.

@@ -1,7 +1,7 @@
 //! The operator's inputs without their data.
 
 use super::Inputs;
-use crate::{Tensor, TensorDesc};
+use gqa_tensor::{Tensor, TensorDesc};
 
 /// Types and shapes of the operator's inputs, which is all that is known on the host when the data
 /// is in a GPU's memory. Under their ONNX names, as in [`Inputs`].

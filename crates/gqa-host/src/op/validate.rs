@@ -6,12 +6,10 @@ mod quantization;
 mod sliding;
 
 use super::{GroupQueryAttention, Inputs, KvCache, Shapes};
-use crate::{
-    CacheBinding, DType, Error, Phase, Problem, ProblemFields, QkOutput, Result, Rotary, Sink,
-    Tensor,
-};
 use gqa_plan::contents;
 use gqa_plan::limits::{addressable, check_rows, shape};
+use gqa_plan::{CacheBinding, Phase, Problem, ProblemFields, QkOutput, Rotary, Sink};
+use gqa_tensor::{DType, Error, Result, Tensor};
 pub(super) use inputs::both;
 use inputs::{Heads, Query};
 pub(super) use pattern::{Dim, Pattern, head_count};
@@ -77,7 +75,7 @@ impl GroupQueryAttention {
         let heads = self.heads()?;
         self.check_numbers()?;
         let query = Query::of(inputs, heads, self.layout)?;
-        let quantized = quantization(self, inputs, &query, cache)?;
+        let quantized = quantization(self, inputs, (query.kv_heads(), query.head_size), cache)?;
         let rows = Rows {
             query: query.rows,
             total: inputs.total_sequence_length,

@@ -2,11 +2,9 @@
 
 use super::validate::{Dim, Pattern, both, head_count, scale};
 use super::{Attention, AttentionInputs};
-use crate::{
-    Alignment, Bias, CacheBinding, DType, Error, Layout, Phase, Problem, ProblemFields, QkOutput,
-    Result, Tensor, TensorDesc,
-};
 use gqa_plan::limits::{MAX_HEAD_SIZE, MAX_HEADS, addressable, check_rows, shape};
+use gqa_plan::{Alignment, Bias, CacheBinding, Layout, Phase, Problem, ProblemFields, QkOutput};
+use gqa_tensor::{DType, Error, Result, Tensor, TensorDesc};
 
 /// softmax_precision: float32, float16, float64, bfloat16.
 const PRECISIONS: [i64; 4] = [1, 10, 11, 16];

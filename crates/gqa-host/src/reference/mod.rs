@@ -11,11 +11,11 @@ mod update;
 
 use crate::backend::cpu::{Rayon, each};
 use crate::backend::{Backend, Io};
-use crate::plan::TensorId;
-use crate::{
-    Alignment, CacheBinding, CallKind, Phase, Problem, ProblemFields, QkNorm, QkOutput, Result,
-    Sink, Tensor,
+use gqa_plan::plan::TensorId;
+use gqa_plan::{
+    Alignment, CacheBinding, CallKind, Phase, Problem, ProblemFields, QkNorm, QkOutput, Sink,
 };
+use gqa_tensor::{Result, Tensor};
 use quantized::{Codes, Row as CachedRow};
 use rows::{Heads, bnsh, place, rounded, store};
 use std::ops::Range;

@@ -3,11 +3,9 @@
 
 use super::{Exact, compute_without};
 use crate::backend::Io;
-use crate::plan::TensorId;
-use crate::{
-    CacheBinding, CallKind, DType, Layout, Pages, Phase, Problem, ProblemFields, Result, Rotary,
-    Tensor,
-};
+use gqa_plan::plan::TensorId;
+use gqa_plan::{CacheBinding, CallKind, Layout, Pages, Phase, Problem, ProblemFields, Rotary};
+use gqa_tensor::{DType, Result, Tensor};
 use ndarray::Array1;
 
 /// Computes a call whose cache consists of blocks.

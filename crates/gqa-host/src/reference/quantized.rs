@@ -1,7 +1,7 @@
 //! Rows of a quantized cache: quantization and dequantization.
 
-use crate::{QuantFormat, Quantization, Scales};
 use float8::F8E4M3;
+use gqa_plan::{QuantFormat, Quantization, Scales};
 
 /// How one of the two caches is quantized.
 pub(super) struct Codes {

@@ -1,7 +1,8 @@
 //! Tensors as rows of numbers in double precision, and rounding back.
 
-use crate::{Layout, Problem, Tensor};
 use float8::F8E4M3;
+use gqa_plan::{Layout, Problem};
+use gqa_tensor::Tensor;
 use half::{bf16, f16};
 
 /// The heads of a query-like tensor.

@@ -3,8 +3,9 @@
 
 use super::rows::place;
 use crate::backend::Io;
-use crate::plan::TensorId;
-use crate::{Layout, Problem, Result, Tensor, WriteMode};
+use gqa_plan::plan::TensorId;
+use gqa_plan::{Layout, Problem, WriteMode};
+use gqa_tensor::{Result, Tensor};
 
 /// Writes every element of the update, one after the other.
 pub(super) fn update(p: &Problem, mode: WriteMode, io: &mut Io<'_>) -> Result<()> {

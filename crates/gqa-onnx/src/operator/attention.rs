@@ -6,8 +6,8 @@ use gqa_host::{Problem, Tensor};
 
 use super::{Arguments, check_lists, is_named};
 use crate::attributes::{Attributes, Kind};
+use crate::error::{Error, Result};
 use crate::proto::NodeProto;
-use crate::{Error, Result};
 
 /// Operator sets that define it.
 pub(super) const DEFINITIONS: [i64; 3] = [23, 24, 25];

@@ -7,8 +7,8 @@ use gqa_host::{CacheBinding, Problem};
 
 use super::{Arguments, check_lists, is_named};
 use crate::attributes::{Attributes, Kind};
+use crate::error::{Error, Result};
 use crate::proto::NodeProto;
-use crate::{Error, Result};
 
 /// Inputs in ONNX's order.
 pub(super) const INPUTS: [&str; 16] = [

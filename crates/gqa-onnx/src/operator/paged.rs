@@ -7,8 +7,8 @@ use gqa_host::{Problem, Tensor};
 use super::gqa::quant_type;
 use super::{Arguments, check_lists};
 use crate::attributes::{Attributes, Kind};
+use crate::error::{Error, Result};
 use crate::proto::NodeProto;
-use crate::{Error, Result};
 
 /// Inputs in ONNX Runtime's order.
 pub(super) const INPUTS: [&str; 17] = [

@@ -5,8 +5,8 @@ use gqa_host::op::{RotaryEmbedding, RotaryInputs};
 use gqa_host::{Problem, Tensor};
 
 use super::{Arguments, check_lists};
-use crate::Result;
 use crate::attributes::{Attributes, Kind};
+use crate::error::Result;
 use crate::proto::NodeProto;
 
 /// Operator sets that define it.

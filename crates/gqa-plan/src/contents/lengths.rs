@@ -2,9 +2,10 @@
 
 use super::integers;
 use super::written::{Places, Written};
+use crate::problem::{Pages, Problem};
 use crate::tensors::{TensorId, Tensors};
-use crate::{Error, Pages, Problem, Result};
 use gqa_tensor::TensorView;
+use gqa_tensor::{Error, Result};
 
 const STARTS: &str = "cumulative_sequence_length";
 

@@ -4,9 +4,10 @@
 mod lengths;
 mod written;
 
+use crate::problem::{Alignment, CallKind, Phase, Problem, QkOutput, WriteMode};
 use crate::tensors::{TensorId, Tensors};
-use crate::{Alignment, CallKind, Error, Phase, Problem, QkOutput, Result, WriteMode};
 use gqa_tensor::TensorView;
+use gqa_tensor::{Error, Result};
 pub use lengths::{Bounds, PagedLengths};
 
 /// Errs unless every length, every position of a token and every block leads into the tensors that

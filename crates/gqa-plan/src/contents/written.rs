@@ -1,6 +1,7 @@
 //! Which rows of the cache a call's new tokens are written to, and that nothing else is there.
 
-use crate::{Error, Pages, Result};
+use crate::problem::Pages;
+use gqa_tensor::{Error, Result};
 use std::collections::BTreeMap;
 use std::ops::Range;
 

@@ -1,9 +1,8 @@
 //! Calls in which each sequence has a KV cache of its own.
 
 use super::{Layer, phase};
-use crate::{
-    Bias, DType, Error, Layout, Problem, ProblemFields, Result, Rotary, RowStrides, Strided,
-};
+use crate::problem::{Bias, Layout, Problem, ProblemFields, Rotary, RowStrides, Strided};
+use gqa_tensor::{DType, Error, Result};
 
 /// A call of sequences with the same number of new tokens, which are appended in place to a KV
 /// cache of shape (batch, KV heads, capacity, size): `present_key` and `present_value`.

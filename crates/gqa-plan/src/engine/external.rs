@@ -1,7 +1,8 @@
 //! Calls over keys and values that are all there are.
 
 use super::Layer;
-use crate::{Alignment, Bias, CacheBinding, Error, Phase, Problem, ProblemFields, Result, Strided};
+use crate::problem::{Alignment, Bias, CacheBinding, Phase, Problem, ProblemFields, Strided};
+use gqa_tensor::{Error, Result};
 
 /// Attention to keys and values that are there already and stay where they are: `query` has shape
 /// (batch, rows, heads · size), `key` and `value` (batch, keys, KV heads · size), with any

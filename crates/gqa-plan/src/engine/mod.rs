@@ -3,7 +3,7 @@
 //! A [`Layer`] says what all calls of an attention layer have in common: element type, heads, and
 //! what happens to scores, queries and keys. A call over it is [`Dense`], where each sequence has a
 //! KV cache of its own, or [`Paged`], where sequences of any lengths share one, or [`External`],
-//! where keys and values are all there are. Each becomes a [`Problem`](crate::Problem), which a
+//! where keys and values are all there are. Each becomes a [`Problem`](crate::problem::Problem), which a
 //! [`Planner`](crate::plan::Planner) turns into launches. Nothing here needs a tensor: an engine's
 //! memory is on the GPU.
 //!
@@ -29,9 +29,8 @@ pub use external::External;
 pub use paged::Paged;
 
 use crate::limits::MAX_HEAD_SIZE;
-use crate::{
-    CacheBinding, DType, Error, Phase, ProblemFields, QkNorm, Quantization, Result, Rotary, Sink,
-};
+use crate::problem::{CacheBinding, Phase, ProblemFields, QkNorm, Quantization, Rotary, Sink};
+use gqa_tensor::{DType, Error, Result};
 
 /// The heads of a layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -146,7 +145,7 @@ impl Layer {
     /// The KV cache is quantized. The float32 tensors `k_scale` and `v_scale` have one element, one
     /// for each KV head, or one for each element of each KV head, as [`Quantization::scales`] says.
     ///
-    /// With [`Scales::PerToken`](crate::Scales) they are part of the cache, of its shape without
+    /// With [`Scales::PerToken`](crate::problem::Scales) they are part of the cache, of its shape without
     /// its last dimension: (batch, KV heads, capacity), or (blocks, block size, KV heads). A call
     /// that appends rows computes their scales and writes them there.
     pub fn quantized(self, how: Quantization) -> Self {

@@ -1,7 +1,8 @@
 //! Calls over a paged KV cache.
 
 use super::Layer;
-use crate::{Error, Pages, Phase, Problem, ProblemFields, Result, RowStrides, Strided};
+use crate::problem::{Pages, Phase, Problem, ProblemFields, RowStrides, Strided};
+use gqa_tensor::{Error, Result};
 
 /// A call of sequences of any numbers of new tokens over a paged KV cache of shape
 /// (blocks, block size, KV heads, size): `present_key` and `present_value`.

@@ -1,11 +1,12 @@
 //! Launches built from named arguments.
 
 use super::launch::{Arg, Launch};
+use crate::problem::{Problem, RowLayout};
 use crate::tensors::TensorId;
-use crate::{DType, Error, Problem, Result, RowLayout};
 use bytemuck::Pod;
 use gqa_kernels::params::Strides;
 use gqa_kernels::registry::{Entry, Role, entries};
+use gqa_tensor::{DType, Error, Result};
 
 /// The tensor from byte `offset` on; null where the call does not have it, or it has no elements.
 pub(super) fn tensor(problem: &Problem, id: TensorId, offset: usize) -> Arg {

@@ -4,8 +4,9 @@ use super::decision::{Decision, Rejection};
 use super::families::FAMILIES;
 use super::family::{Call, Choice, Family};
 use super::requirements;
-use crate::{Error, Problem, Result};
+use crate::problem::Problem;
 use gqa_kernels::registry::{self, Entry, entries};
+use gqa_tensor::{Error, Result};
 
 /// The families that are asked about a contiguous KV cache, in order.
 pub fn candidates() -> impl Iterator<Item = registry::Family> {

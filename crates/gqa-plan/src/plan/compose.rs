@@ -7,8 +7,9 @@ use super::launch::{Launch, Plan};
 use super::options::PlanOptions;
 use super::scratch::Scratch;
 use super::{paged, quantized_output, scatter, sliding};
+use crate::problem::{CallKind, Problem};
 use crate::tensors::TensorSpec;
-use crate::{CallKind, Error, Problem, Result};
+use gqa_tensor::{Error, Result};
 
 /// Chooses the kernels for `problem` on `device`.
 ///

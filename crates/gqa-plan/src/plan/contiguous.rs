@@ -8,10 +8,12 @@ use super::launch::Launch;
 use super::options::PlanOptions;
 use super::positions::{Positions, positions};
 use super::prologue::prologue;
+use super::rebind::Rebind;
 use super::requirements::one_type;
 use super::scratch::Scratch;
-use super::tree_mask;
-use crate::{CallKind, Error, Problem, Result};
+use super::tree_mask::Expanded;
+use crate::problem::{CallKind, Problem};
+use gqa_tensor::{Error, Result};
 
 /// What a plan has of the kernels chosen: none where there is nothing to do.
 #[derive(Default)]
@@ -42,7 +44,7 @@ impl Composed {
         }
         let chosen = cascade::choose(&Call::new(problem, device, options));
         if problem.tree_mask && chosen.is_err() {
-            return tree_mask::compose(problem, device, options, scratch);
+            return with_mask_over_all_keys(problem, device, options, scratch);
         }
         let (choice, decisions) = chosen?;
         let by_attention = choice.fuses(problem, fused);
@@ -51,4 +53,20 @@ impl Composed {
         launches.extend(choice.launches(Job { problem, device, rows, task, scratch })?);
         Ok(Self { launches, decisions, positions })
     }
+}
+
+/// The launches of a call with a tree mask that no kernel takes: `tree_mask_rows` expands it to a
+/// mask over all keys.
+fn with_mask_over_all_keys(
+    problem: &Problem,
+    device: &DeviceInfo,
+    options: &PlanOptions,
+    scratch: &mut Scratch,
+) -> Result<Composed> {
+    let expanded = Expanded::new(problem, problem, device, scratch)?;
+    let call = Composed::of(&expanded.problem, device, options, scratch)?;
+    let rebind = Rebind(vec![expanded.mask()]);
+    let mut launches = vec![expanded.launch];
+    launches.extend(call.launches.into_iter().map(|launch| rebind.launch(launch)));
+    Ok(Composed { launches, ..call })
 }

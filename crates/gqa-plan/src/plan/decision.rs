@@ -1,8 +1,9 @@
 //! Why a kernel was taken or refused.
 
 use super::device::{Capability, capability};
-use crate::{Alignment, DType, QuantFormat};
+use crate::problem::{Alignment, QuantFormat};
 use gqa_kernels::registry::{Entry, Family};
+use gqa_tensor::DType;
 use std::fmt;
 
 /// Why a family was not taken.

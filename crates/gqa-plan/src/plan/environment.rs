@@ -3,7 +3,7 @@
 use super::families::FAMILIES;
 use super::family::Family;
 use super::options::{Fold, PlanOption, PlanOptions, is_cluster, is_splits};
-use crate::{Error, Result};
+use gqa_tensor::{Error, Result};
 
 /// An environment variable that sets a plan option.
 #[derive(Clone, Copy, Debug)]

@@ -4,7 +4,7 @@ use super::cost::Cost;
 use super::decision::Decision;
 use super::device::DeviceInfo;
 use super::launch::{Arg, Launch, Plan};
-use crate::{Alignment, CacheBinding, Layout, Phase, Problem, QkOutput, Scales, Sink};
+use crate::problem::{Alignment, CacheBinding, Layout, Phase, Problem, QkOutput, Scales, Sink};
 use std::fmt;
 
 /// What a plan does and why, as plain data; its `Display` is the text that `gqa explain` prints.

@@ -6,8 +6,9 @@ use super::launch::Launch;
 use super::options::{PlanOption, PlanOptions};
 use super::rows::Rows;
 use super::scratch::Scratch;
-use crate::{CacheBinding, Problem, Result};
+use crate::problem::{CacheBinding, Problem};
 use gqa_kernels::registry::{self, Entry, find};
+use gqa_tensor::Result;
 
 /// A way to compute attention: everything that the host knows of one module of kernels.
 pub(super) trait Family: Sync {

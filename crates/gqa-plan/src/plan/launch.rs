@@ -5,9 +5,10 @@ use super::decision::Decision;
 use super::device::DeviceInfo;
 use super::options::Fold;
 use super::positions::Positions;
+use crate::problem::Problem;
 use crate::tensors::{TensorId, TensorSpec};
-use crate::{Error, Problem, Result};
 use gqa_kernels::registry::Entry;
+use gqa_tensor::{Error, Result};
 
 /// What an argument of a launch is bound to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -4,11 +4,12 @@ use super::build::launch;
 use super::family::Job;
 use super::launch::{Arg, Launch};
 use super::requirements::writes;
-use crate::{Error, Problem, Result};
+use crate::problem::Problem;
 use bytemuck::Pod;
 use gqa_kernels::attention::{combine, split_kv};
 use gqa_kernels::params::AttentionParams;
 use gqa_kernels::registry::{Entry, Role, entries};
+use gqa_tensor::{Error, Result};
 
 /// Blocks of the merge per SM: more only wait.
 const WAVES: u32 = 16;

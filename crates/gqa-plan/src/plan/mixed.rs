@@ -28,7 +28,8 @@ use super::launch::Launch;
 use super::options::PlanOptions;
 use super::rows::Rows;
 use super::scratch::Scratch;
-use crate::{Pages, Problem, ProblemFields, Result};
+use crate::problem::{Pages, Problem, ProblemFields};
+use gqa_tensor::Result;
 
 /// Kernels that read a paged cache, and why not others.
 pub(super) struct Attentions {

@@ -1,7 +1,7 @@
 //! What a caller decides instead of the planner.
 
-use crate::{Error, Result};
 use gqa_kernels::attention::{decode::MAX_RANKS, split_kv::MAX_SPLITS};
+use gqa_tensor::{Error, Result};
 
 /// Choices that a person makes against the planner's.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

@@ -5,8 +5,8 @@ use super::family::Job;
 use super::launch::Arg;
 use super::requirements;
 use super::rows::Rows;
+use crate::problem::{Alignment, Bias, Phase, Problem, QkOutput, Rotary, Scales, Sink};
 use crate::tensors::TensorId;
-use crate::{Alignment, Bias, Phase, Problem, QkOutput, Result, Rotary, Scales, Sink};
 use bytemuck::Zeroable;
 use gqa_kernels::attention::hopper;
 use gqa_kernels::params::{
@@ -14,6 +14,7 @@ use gqa_kernels::params::{
     vectors,
 };
 use gqa_kernels::registry::Output;
+use gqa_tensor::Result;
 
 /// attention_bias as numbers or as booleans.
 pub(super) fn bias_or_mask(p: &Problem) -> [(&'static str, Arg); 2] {

@@ -5,7 +5,8 @@ use super::device::DeviceInfo;
 use super::launch::Plan;
 use super::options::PlanOptions;
 use crate::limits::MAX_COUNT;
-use crate::{Pages, Problem, ProblemFields, Result};
+use crate::problem::{Pages, Problem, ProblemFields};
+use gqa_tensor::Result;
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
@@ -138,8 +139,8 @@ fn rounded_paged(problem: &Problem, pages: Pages) -> Result<Problem> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::DType;
     use crate::engine::{Dense, Heads, Layer, Paged};
+    use gqa_tensor::DType;
 
     const CAPACITY: usize = 3000;
 

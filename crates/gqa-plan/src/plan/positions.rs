@@ -1,6 +1,6 @@
 //! How positions reach the rotary embedding.
 
-use crate::{Phase, Problem};
+use crate::problem::{Phase, Problem};
 use std::fmt;
 
 /// How a row's position reaches the rotary embedding.

@@ -7,11 +7,12 @@ use super::device::DeviceInfo;
 use super::launch::{Arg, Launch};
 use super::rebind::Rebind;
 use super::scratch::Scratch;
+use crate::problem::{Problem, ProblemFields, Strided};
 use crate::tensors::TensorId;
-use crate::{Error, Problem, ProblemFields, Result, Strided};
 use gqa_kernels::params::{QuantizeOutputParams, Strides};
 use gqa_kernels::prologue::quantize_output_grid;
 use gqa_kernels::registry::Role;
+use gqa_tensor::{Error, Result};
 
 /// The launches of a call with quantized output; `compose` makes those of other calls.
 pub(super) fn compose(
@@ -69,8 +70,8 @@ fn quantize(p: &Problem, device: &DeviceInfo, from: Arg, rows: Strides) -> Resul
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::DType;
     use crate::engine::{Dense, Heads, Layer};
+    use gqa_tensor::DType;
     use std::cell::Cell;
 
     /// Only a kernel that is missing is made up for.

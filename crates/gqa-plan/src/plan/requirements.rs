@@ -1,7 +1,7 @@
 //! What several families ask of a call.
 
 use super::decision::Rejection;
-use crate::{Alignment, CacheBinding, Pages, Problem, QkOutput};
+use crate::problem::{Alignment, CacheBinding, Pages, Problem, QkOutput};
 use gqa_kernels::registry::{Entry, Output};
 
 /// Flash attention without a place for a bias, or for nothing else.

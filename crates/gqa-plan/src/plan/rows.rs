@@ -2,8 +2,8 @@
 
 use super::build::{strides, tensor};
 use super::launch::Arg;
+use crate::problem::{Problem, RowLayout};
 use crate::tensors::TensorId;
-use crate::{Problem, RowLayout};
 use gqa_kernels::params::Strides;
 
 /// Where a (batch, head, row) tensor of a launch is.

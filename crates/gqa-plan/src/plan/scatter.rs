@@ -4,11 +4,12 @@
 use super::build::{find, launch, strides, tensor, u32_of};
 use super::contiguous::Composed;
 use super::device::DeviceInfo;
+use crate::problem::{Problem, RowLayout, WriteMode};
 use crate::tensors::TensorId;
-use crate::{Problem, Result, RowLayout, WriteMode};
 use gqa_kernels::params::{ScatterParams, Strides};
 use gqa_kernels::prologue::scatter_rows_grid;
 use gqa_kernels::registry::Role;
+use gqa_tensor::Result;
 
 /// The launch of an update.
 pub(super) fn compose(p: &Problem, mode: WriteMode, device: &DeviceInfo) -> Result<Composed> {

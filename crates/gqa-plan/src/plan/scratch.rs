@@ -1,7 +1,7 @@
 //! Scratch memory of a plan.
 
 use super::launch::Arg;
-use crate::{Error, Result};
+use gqa_tensor::{Error, Result};
 
 /// Scratch memory handed out piece by piece.
 #[derive(Debug, Default)]

@@ -1,7 +1,7 @@
 //! How many keys the rows of a sequence see, in closed form: planning takes no longer for more
 //! rows.
 
-use crate::{Alignment, Phase, Problem};
+use crate::problem::{Alignment, Phase, Problem};
 
 /// The rows of the longest sequence, and which of its keys each sees: the one at position `x` those
 /// from `x + 1 - window` to `x + right`, of all that there are.

@@ -4,7 +4,7 @@ use super::build::element;
 use super::decision::Rejection;
 use super::device::{Capability, DeviceInfo};
 use super::family::{Call, Family};
-use crate::Problem;
+use crate::problem::Problem;
 use gqa_kernels::registry::{Entry, entries};
 
 /// What tells kernels that can take a call apart: the smaller, the better. Where a row of the

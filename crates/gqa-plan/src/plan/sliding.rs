@@ -18,12 +18,13 @@ use super::options::PlanOptions;
 use super::positions::Positions;
 use super::rebind::Rebind;
 use super::scratch::Scratch;
+use crate::problem::{CacheBinding, Phase, Problem};
 use crate::tensors::TensorId;
-use crate::{CacheBinding, DType, Error, Phase, Problem, Result};
 use gqa_kernels::concept::sliding::Sliding;
 use gqa_kernels::params::{RollingBiasParams, RollingParams};
 use gqa_kernels::prologue::{rolling_bias_grid, rolling_kv_grid, rolling_lengths_grid};
 use gqa_kernels::registry::{Entry, Role};
+use gqa_tensor::{DType, Error, Result};
 
 /// The launches of a call over a rolling KV cache.
 pub(super) fn compose(

@@ -2,9 +2,9 @@
 //! tensors.
 
 use super::*;
-use crate::{
-    Alignment, Bias, CacheBinding, CallKind, DType, Layout, Pages, Phase, Problem, ProblemFields,
-    QkNorm, QkOutput, QuantFormat, Quantization, Rotary, Scales, Sink,
+use crate::problem::{
+    Alignment, Bias, CacheBinding, CallKind, Layout, Pages, Phase, Problem, ProblemFields, QkNorm,
+    QkOutput, QuantFormat, Quantization, Rotary, Scales, Sink,
 };
 use gqa_kernels::params::{
     AttentionParams, DecodeParams, Float8OperandsParams, Float8Params, HopperParams, MaskedParams,
@@ -14,6 +14,7 @@ use gqa_kernels::params::{
 };
 use gqa_kernels::prologue::dequantize;
 use gqa_kernels::registry::{Entry, Role};
+use gqa_tensor::DType;
 
 /// A Llama-3-8B layer: `s` new rows after `past`, shared cache of 8192 rows.
 fn llama(s: usize, past: usize) -> Problem {

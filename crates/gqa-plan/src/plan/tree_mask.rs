@@ -2,32 +2,15 @@
 //! all keys, which others take.
 
 use super::build::{find, launch, tensor, u32_of};
-use super::contiguous::Composed;
 use super::device::DeviceInfo;
 use super::launch::{Arg, Launch};
-use super::options::PlanOptions;
-use super::rebind::Rebind;
 use super::scratch::Scratch;
+use crate::problem::{Bias, Phase, Problem, ProblemFields};
 use crate::tensors::TensorId;
-use crate::{Bias, DType, Phase, Problem, ProblemFields, Result};
 use gqa_kernels::params::TreeMaskParams;
 use gqa_kernels::prologue::tree_mask_rows_grid;
 use gqa_kernels::registry::Role;
-
-/// The launches of a call over a contiguous KV cache.
-pub(super) fn compose(
-    problem: &Problem,
-    device: &DeviceInfo,
-    options: &PlanOptions,
-    scratch: &mut Scratch,
-) -> Result<Composed> {
-    let expanded = Expanded::new(problem, problem, device, scratch)?;
-    let call = Composed::of(&expanded.problem, device, options, scratch)?;
-    let rebind = Rebind(vec![expanded.mask()]);
-    let mut launches = vec![expanded.launch];
-    launches.extend(call.launches.into_iter().map(|launch| rebind.launch(launch)));
-    Ok(Composed { launches, ..call })
-}
+use gqa_tensor::{DType, Result};
 
 /// A mask over all keys.
 pub(super) struct Expanded {

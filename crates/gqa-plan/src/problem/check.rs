@@ -7,7 +7,8 @@ use super::{
     Scales, Sink,
 };
 use crate::limits::{MAX_HEAD_SIZE, MAX_HEADS, addressable, check_rows};
-use crate::{DType, Error, QuantFormat, Result};
+use crate::problem::QuantFormat;
+use gqa_tensor::{DType, Error, Result};
 
 /// Errs where a rule is broken; `why` has what was got and what is allowed.
 fn refuse<G: ToString, A: ToString>(

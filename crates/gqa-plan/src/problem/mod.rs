@@ -4,8 +4,8 @@ mod check;
 mod paged;
 mod sliding;
 
-use crate::{DType, Error, Result};
 pub use gqa_kernels::num::Format as QuantFormat;
+use gqa_tensor::{DType, Error, Result};
 use std::borrow::Cow;
 use std::hash::{Hash, Hasher};
 use std::ops::{Deref, Range};

@@ -1,7 +1,8 @@
 //! Sequences in a paged KV cache, and the call that remains when their rows lie side by side.
 
-use crate::{CacheBinding, Layout, Pages, Problem, ProblemFields, Result, Strided};
+use crate::problem::{CacheBinding, Layout, Pages, Problem, ProblemFields, Strided};
 use gqa_kernels::prologue::dequantize;
+use gqa_tensor::Result;
 
 impl Problem {
     /// This call when the new rows are in the cache and every sequence's rows lie side by side:

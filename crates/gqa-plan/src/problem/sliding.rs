@@ -6,8 +6,9 @@
 //! all, because the first of them sees rows that the last ones evict. Of that cache the rows that
 //! stay are copied afterwards.
 
-use crate::{Bias, CacheBinding, Phase, Problem, ProblemFields, Result, Rotary};
+use crate::problem::{Bias, CacheBinding, Phase, Problem, ProblemFields, Rotary};
 use gqa_kernels::concept::sliding::{Slide, Sliding};
+use gqa_tensor::Result;
 
 impl Problem {
     /// Rows of a rolling KV cache or consists of blocks move as vectors of so many bytes.

@@ -29,9 +29,9 @@ pub use warpgroup::{
 
 pub(crate) use mbarrier::{has_passed, missing, release_initialised};
 pub(crate) use named_barrier::arrive as arrive_named;
-pub(crate) use registers::{Change, shortage as register_shortage};
+pub(crate) use registers::shortage as register_shortage;
 pub(crate) use tma::land;
-pub(crate) use warpgroup::{Wgmma, arrive as arrive_warpgroup, commit, fence, wait};
+pub(crate) use warpgroup::{arrive as arrive_warpgroup, commit, fence, wait};
 
 use crate::block::Block;
 use crate::shared::Checked;

@@ -1,8 +1,9 @@
 //! Barriers 0 to 15 among any number of warps.
 
 use crate::block::{Block, Hold};
-use crate::collective::{Collective, meet};
+use crate::collective::meet;
 use crate::fault::FaultKind;
+use crate::instruction::Collective;
 use crate::shared::{Checked, Clocks, View};
 
 #[derive(Default)]

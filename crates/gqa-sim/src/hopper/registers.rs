@@ -1,30 +1,14 @@
 //! The register pool of a block, as a check: warpgroups give registers back and take them.
 
-use super::warpgroup::release;
 use crate::block::Block;
-use crate::collective::{Collective, meet};
+use crate::collective::meet;
 use crate::fault::FaultKind;
+use crate::instruction::{Change, Collective};
 use crate::shared::Checked;
 
 /// Registers of an SM.
 const REGISTERS: u32 = 65536;
 const MOST_PER_THREAD: u32 = 256;
-
-/// A change of a warpgroup's registers per thread.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Change {
-    Raise(u32),
-    Lower(u32),
-}
-
-impl Change {
-    pub(crate) fn name(self) -> &'static str {
-        match self {
-            Self::Raise(_) => "registers_raise",
-            Self::Lower(_) => "registers_lower",
-        }
-    }
-}
 
 /// Registers that no warpgroup has, and how many each has per thread.
 pub(super) struct Pool {
@@ -88,11 +72,11 @@ pub(super) fn change(block: &mut Block, warpgroup: usize, change: Change) -> Che
         Change::Lower(_) => {
             pool.free += (has - count) * 128;
             pool.per_thread[warpgroup] = count;
-            release(block, warpgroup);
+            block.release_warpgroup(warpgroup);
         }
     }
     for served in block.hopper.pool.serve() {
-        release(block, served);
+        block.release_warpgroup(served);
     }
     Ok(())
 }

@@ -10,30 +10,11 @@ use super::descriptor::Descriptor;
 use super::registers;
 use crate::arithmetic::{e4m3x2_to_f16x2, f16_to_f32};
 use crate::block::{self, Block, Hold, Lane};
-use crate::collective::{Collective, meet};
+use crate::collective::meet;
 use crate::fault::FaultKind;
-use crate::matrix::Product;
+use crate::instruction::{Collective, Element, Product, Source, Wgmma};
 use crate::shared::{Checked, Kind, Touch};
 use std::ptr::NonNull;
-
-/// A form of `wgmma`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Wgmma {
-    element: Element,
-    a: Source,
-    /// Whether the accumulators count.
-    adds: bool,
-    columns: u32,
-}
-
-/// What is multiplied.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Element {
-    /// 16 bits.
-    Half(Product),
-    /// 8 bits.
-    E4m3,
-}
 
 impl Element {
     /// Elements of a register.
@@ -61,31 +42,6 @@ impl Element {
                     to.extend([low, low >> 16, high, high >> 16].map(|x| f16_to_f32(x as u16)));
                 }
             }
-        }
-    }
-}
-
-/// Where A comes from.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Source {
-    /// Shared memory; A and B are K-major.
-    Shared,
-    /// Registers; B is MN-major, or K-major where elements have 8 bits.
-    Registers,
-}
-
-impl Wgmma {
-    pub(crate) fn name(self) -> &'static str {
-        match (self.element, self.a, self.adds) {
-            (Element::Half(Product::F16), Source::Shared, false) => "wgmma_f16",
-            (Element::Half(Product::F16), Source::Shared, true) => "wgmma_add_f16",
-            (Element::Half(Product::F16), Source::Registers, _) => "wgmma_registers_f16",
-            (Element::Half(Product::Bf16), Source::Shared, false) => "wgmma_bf16",
-            (Element::Half(Product::Bf16), Source::Shared, true) => "wgmma_add_bf16",
-            (Element::Half(Product::Bf16), Source::Registers, _) => "wgmma_registers_bf16",
-            (Element::E4m3, Source::Shared, false) => "wgmma_e4m3",
-            (Element::E4m3, Source::Shared, true) => "wgmma_add_e4m3",
-            (Element::E4m3, Source::Registers, _) => "wgmma_registers_e4m3",
         }
     }
 }
@@ -134,17 +90,11 @@ pub(crate) fn arrive(block: &mut Block, first: usize, instruction: Collective) -
     match instruction {
         Collective::Registers(change) => registers::change(block, index, change),
         Collective::Wgmma(form) => {
-            release(block, index);
+            block.release_warpgroup(index);
             multiply(block, index, form)
         }
         _ => unreachable!("not an instruction of a warpgroup"),
     }
-}
-
-/// Lets the four warps go on.
-pub(super) fn release(block: &mut Block, warpgroup: usize) {
-    block.holds[warpgroup * 4..][..4].fill(Hold::No);
-    block.woken = true;
 }
 
 /// Adds a wgmma to the open group of the four warps; returns the group's number.

@@ -1,23 +1,20 @@
 //! A block's dynamic shared memory, checked at every access.
 
+mod address;
 mod clocks;
 mod history;
 mod order;
 mod shadow;
 
 use crate::fault::FaultKind;
+use address::fault;
+pub(crate) use address::{BASE, Checked};
 use bytemuck::Pod;
 pub(crate) use clocks::{Clocks, Known, Stamp, View, join_known, raise};
 pub(crate) use history::{Kind, Touch};
 use order::Order;
 pub(crate) use shadow::Who;
 use shadow::{Cell, Conflict};
-
-/// Address of the first byte. Not 0, so that an address made without `shared_base()` is found; a
-/// Hopper GPU reserves as much.
-pub(crate) const BASE: u32 = 1024;
-
-pub(crate) type Checked<T = ()> = Result<T, Box<FaultKind>>;
 
 /// Memory in words, a shadow cell for each, and cells for single bytes where threads share a word.
 #[derive(Default)]
@@ -361,9 +358,4 @@ fn refuse(conflict: Conflict, who: Who, offset: usize) -> Checked {
             FaultKind::Race { address, hazard, first, second: thread }
         }
     })
-}
-
-#[cold]
-fn fault<T>(kind: FaultKind) -> Checked<T> {
-    Err(Box::new(kind))
 }

@@ -1,10 +1,10 @@
 //! Shared memory of kernels in which single threads wait for each other: every access is checked
 //! against vector clocks.
 
+use super::address::{BASE, Checked, fault};
 use super::clocks::{Clocks, Stamp};
 use super::history::{Check, Histories, Kind, Last, Past, Touch, Trouble};
 use super::shadow::Cell;
-use super::{BASE, Checked, fault};
 use crate::fault::FaultKind;
 
 /// Clocks of the threads and histories of the places.

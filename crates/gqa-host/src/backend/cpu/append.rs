@@ -6,7 +6,7 @@ use super::norm::{Norm, round};
 use super::quantized::{Codes, encode_by_itself};
 use super::rope::Rope;
 use super::sequence::Sequence;
-use crate::{CacheBinding, Problem, Quantization, RowLayout};
+use gqa_plan::{CacheBinding, Problem, Quantization, RowLayout};
 
 /// New rows for a cache, and what comes before them.
 pub(super) struct Append<'a, T> {

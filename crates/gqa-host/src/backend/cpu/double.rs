@@ -5,8 +5,9 @@ use super::executor::{Executor, each, threads_for};
 use super::sequence::Sequence;
 use super::sequences;
 use crate::backend::IoViews;
-use crate::plan::TensorId;
-use crate::{Problem, QkOutput, Result, RowLayout, TensorView, TensorViewMut};
+use gqa_plan::plan::TensorId;
+use gqa_plan::{Problem, QkOutput, RowLayout};
+use gqa_tensor::{Result, TensorView, TensorViewMut};
 use half::{bf16, f16};
 
 /// Computes a call without rotation, sinks and log-sum-exp, which ONNX Attention does not have.

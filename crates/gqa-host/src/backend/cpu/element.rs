@@ -1,7 +1,7 @@
 //! The operator's floating-point types.
 
-use crate::{Error, Result, TensorView, TensorViewMut};
 use gqa_cpu::{CacheElement, StoredRows, StoredTile};
+use gqa_tensor::{Error, Result, TensorView, TensorViewMut};
 use half::{bf16, f16};
 use std::iter;
 

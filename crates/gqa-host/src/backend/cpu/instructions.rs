@@ -1,6 +1,6 @@
 //! Which instructions compute attention.
 
-use crate::{Error, Result};
+use gqa_tensor::{Error, Result};
 use std::fmt;
 
 /// Instructions of attention, which this processor has: vectors, and such as multiply bfloat16.

@@ -27,13 +27,14 @@ mod task;
 mod update;
 
 use super::{Backend, Io, IoViews};
-use crate::plan::TensorId;
-use crate::{CacheBinding, CallKind, DType, Error, Layout, Problem, QkNorm, Result, TensorView};
 use append::Append;
 use element::{Element, elements, elements_mut, foreign};
 pub(crate) use executor::each;
 use executor::threads_for;
 pub use executor::{Executor, Rayon};
+use gqa_plan::plan::TensorId;
+use gqa_plan::{CacheBinding, CallKind, Layout, Problem, QkNorm};
+use gqa_tensor::{DType, Error, Result, TensorView};
 use half::{bf16, f16};
 pub use instructions::Instructions;
 use norm::Norm;

@@ -5,11 +5,9 @@ use super::element::{Element, foreign};
 use super::sequence::Sequence;
 use super::{Run, rope};
 use crate::backend::IoViews;
-use crate::plan::TensorId;
-use crate::{
-    CacheBinding, CallKind, DType, Pages, Phase, Problem, ProblemFields, Result, Rotary, Tensor,
-    TensorView,
-};
+use gqa_plan::plan::TensorId;
+use gqa_plan::{CacheBinding, CallKind, Pages, Phase, Problem, ProblemFields, Rotary};
+use gqa_tensor::{DType, Result, Tensor, TensorView};
 use half::{bf16, f16};
 use ndarray::Array1;
 

@@ -1,9 +1,10 @@
 //! Rows of a quantized cache: quantization and dequantization.
 
-use crate::plan::{TensorId, Tensors};
-use crate::{CacheView, Error, Problem, QuantFormat, Quantization, Result, Scales, TensorView};
 use gqa_cpu::{CacheElement, Starts, StoredRows, StoredTile};
 use gqa_kernels::num::{Code, Float8, Int4, Int8, magnitude};
+use gqa_plan::plan::{TensorId, Tensors};
+use gqa_plan::{Problem, QuantFormat, Quantization, Scales};
+use gqa_tensor::{CacheView, Error, Result, TensorView};
 use std::iter;
 
 /// How one of the two caches is quantized.

@@ -4,9 +4,10 @@ use super::Run;
 use super::element::elements;
 use super::executor::{each, threads_for};
 use crate::backend::IoViews;
-use crate::plan::TensorId;
-use crate::{CacheView, DType, Problem, ProblemFields, Result, Tensor, TensorViewMut};
 use float8::F8E4M3;
+use gqa_plan::plan::TensorId;
+use gqa_plan::{Problem, ProblemFields};
+use gqa_tensor::{CacheView, DType, Result, Tensor, TensorViewMut};
 
 impl Run<'_> {
     /// Computes a call with quantized output.

@@ -2,7 +2,7 @@
 
 use super::element::Element;
 use super::sequence::Sequence;
-use crate::{Problem, Rotary};
+use gqa_plan::{Problem, Rotary};
 
 /// The angles of a call's tokens, in `f32`: many heads are rotated by each.
 pub(super) struct Rope {

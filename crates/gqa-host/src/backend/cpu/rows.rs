@@ -1,7 +1,7 @@
 //! Query rows, and what is written for them by several threads at the same time.
 
 use super::sequence::Sequence;
-use crate::{Layout, Problem};
+use gqa_plan::{Layout, Problem};
 use std::marker::PhantomData;
 use std::slice;
 

@@ -1,6 +1,6 @@
 //! Where a call's rows stand in their sequences.
 
-use crate::{Alignment, Phase, Problem};
+use gqa_plan::{Alignment, Phase, Problem};
 use std::ops::Range;
 
 /// Rows of one batch entry, or of one sequence of those that lie one behind the other.

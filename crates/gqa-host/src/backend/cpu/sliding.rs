@@ -4,9 +4,10 @@ use super::Run;
 use super::element::foreign;
 use super::executor::{Executor, each, threads_for};
 use crate::backend::IoViews;
-use crate::plan::TensorId;
-use crate::{CacheBinding, CacheView, Problem, Result, Tensor, TensorView, TensorViewMut};
 use gqa_kernels::concept::sliding::{Slide, Sliding};
+use gqa_plan::plan::TensorId;
+use gqa_plan::{CacheBinding, Problem};
+use gqa_tensor::{CacheView, Result, Tensor, TensorView, TensorViewMut};
 use ndarray::{Array1, Array2};
 
 impl Run<'_> {

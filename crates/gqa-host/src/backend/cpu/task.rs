@@ -8,8 +8,9 @@ use super::quantized::Codes;
 use super::rope::Rope;
 use super::rows::{OutputRow, OutputRows, QueryRows};
 use super::sequence::Sequence;
-use crate::{Problem, QkOutput, Result, RowLayout, Sink, TensorView};
 use gqa_cpu::{KEYS, PADDED_TO, Rows, Shown, Softmax, Starts, StoredRows, StoredTile, Tile, span};
+use gqa_plan::{Problem, QkOutput, RowLayout, Sink};
+use gqa_tensor::{Result, TensorView};
 use std::iter;
 use std::ops::Range;
 

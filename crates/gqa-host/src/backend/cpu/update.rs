@@ -3,8 +3,9 @@
 use super::element::foreign;
 use super::executor::{Executor, each, threads_for};
 use crate::backend::IoViews;
-use crate::plan::TensorId;
-use crate::{Problem, Result, TensorView, WriteMode};
+use gqa_plan::plan::TensorId;
+use gqa_plan::{Problem, WriteMode};
+use gqa_tensor::{Result, TensorView};
 
 /// Updates one tensor, or keys and values.
 pub(super) fn run(

@@ -2,7 +2,7 @@
 
 use super::Bounds;
 use crate::op::validate::row_scales;
-use crate::{Tensor, TensorDesc};
+use gqa_tensor::{Tensor, TensorDesc};
 
 /// The operator's inputs under ONNX Runtime's names; checked when the operator is applied. B
 /// sequences, num_tokens new tokens of all of them together.

@@ -4,7 +4,8 @@
 use super::{PagedAttention, PagedShapes};
 use crate::op::QuantType;
 use crate::op::validate::{check_scales, check_types};
-use crate::{DType, Error, Problem, QuantFormat, Quantization, Result};
+use gqa_plan::{Problem, QuantFormat, Quantization};
+use gqa_tensor::{DType, Error, Result};
 
 /// How the call's caches are quantized, if they are.
 pub(super) fn quantization(

@@ -3,11 +3,11 @@
 use super::quantization::quantization;
 use super::{PagedAttention, PagedShapes};
 use crate::op::validate::{Dim, Pattern, both, check_factors, check_row_scales, head_count, scale};
-use crate::{
-    CacheBinding, DType, Error, Pages, Phase, Problem, ProblemFields, QkNorm, Quantization, Result,
-    Rotary, Sink, TensorDesc,
-};
 use gqa_plan::limits::{MAX_HEAD_SIZE, addressable, check_rows, shape};
+use gqa_plan::{
+    CacheBinding, Pages, Phase, Problem, ProblemFields, QkNorm, Quantization, Rotary, Sink,
+};
+use gqa_tensor::{DType, Error, Result, TensorDesc};
 
 /// What the tensors' shapes fix.
 struct Sizes {

@@ -3,8 +3,9 @@
 use super::pattern::{Dim, Pattern};
 use super::quantization::check_row_scales;
 use crate::op::Shapes;
-use crate::{Bias, CacheBinding, DType, Error, Layout, QkNorm, Quantization, Result, TensorDesc};
 use gqa_plan::limits::{MAX_HEAD_SIZE, addressable, shape};
+use gqa_plan::{Bias, CacheBinding, Layout, QkNorm, Quantization};
+use gqa_tensor::{DType, Error, Result, TensorDesc};
 
 /// Head counts.
 #[derive(Clone, Copy)]

@@ -1,7 +1,7 @@
 //! The shape an input must have, checked and printed from one description.
 
-use crate::{DType, Error, Result, TensorDesc};
 use gqa_plan::limits::{MAX_HEADS, addressable, shape};
+use gqa_tensor::{DType, Error, Result, TensorDesc};
 use std::fmt;
 
 /// One dimension of a [`Pattern`], by its name in the operator's documentation.

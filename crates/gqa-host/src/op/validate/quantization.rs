@@ -1,18 +1,16 @@
 //! What attributes, cache and scales say about quantized values, and whether they agree.
 
-use super::inputs::Query;
 use super::pattern::{Dim, Pattern};
 use crate::op::{GroupQueryAttention, QuantType, Shapes};
-use crate::{
-    CacheBinding, DType, Error, QuantFormat, Quantization, Result, Scales, Tensor, TensorDesc,
-};
 use gqa_plan::limits::shape;
+use gqa_plan::{CacheBinding, QuantFormat, Quantization, Scales};
+use gqa_tensor::{DType, Error, Result, Tensor, TensorDesc};
 
 /// How the call's cache is quantized, if it is.
 pub(super) fn quantization(
     op: &GroupQueryAttention,
     inputs: &Shapes<'_>,
-    query: &Query,
+    (kv_heads, head_size): (usize, usize),
     cache: CacheBinding,
 ) -> Result<Option<Quantization>> {
     let (how, bits) = (op.k_quant_type, op.kv_cache_bit_width);
@@ -33,7 +31,7 @@ pub(super) fn quantization(
         (Some(scales), _) => scales,
     };
     let given = [inputs.k_scale, inputs.v_scale];
-    match scales.count(query.kv_heads(), query.head_size) {
+    match scales.count(kv_heads, head_size) {
         Some(count) => check_scales(how, count, given)?,
         None => lie_beside_the_cache(op, cache)?,
     }

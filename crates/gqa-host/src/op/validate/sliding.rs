@@ -2,8 +2,9 @@
 
 use super::Rows;
 use crate::op::{GroupQueryAttention, Shapes};
-use crate::{Error, Problem, Quantization, Result};
 use gqa_plan::limits::shape;
+use gqa_plan::{Problem, Quantization};
+use gqa_tensor::{Error, Result};
 
 impl GroupQueryAttention {
     /// Errs unless sliding_window_cache, where it is on, agrees with the attributes and inputs.

@@ -6,7 +6,8 @@ pub(super) mod mixed;
 
 use super::device::DeviceInfo;
 use super::seen::Seen;
-use crate::{CacheBinding, CallKind, DType, Problem, QkOutput};
+use crate::problem::{CacheBinding, CallKind, Problem, QkOutput};
+use gqa_tensor::DType;
 
 /// Arithmetic and memory traffic that no kernel can avoid.
 #[derive(Clone, Copy, Debug, PartialEq)]
