@@ -71,23 +71,10 @@ class FlashAttn2:
 
     flash_attn_varlen_func = staticmethod(gqa.flash_attn_varlen_func)
     flash_attn_with_kvcache = staticmethod(gqa.flash_attn_with_kvcache)
-
-    @staticmethod
-    def flash_attn_qkvpacked_func(qkv, *numbers, **others):
-        return gqa.flash_attn_func(*qkv.unbind(2), *numbers, **others)
-
-    @staticmethod
-    def flash_attn_kvpacked_func(q, kv, *numbers, **others):
-        return gqa.flash_attn_func(q, *kv.unbind(2), *numbers, **others)
-
-    @staticmethod
-    def flash_attn_varlen_qkvpacked_func(qkv, starts, most, *numbers, **others):
-        where = starts, starts, most, most
-        return gqa.flash_attn_varlen_func(*qkv.unbind(1), *where, *numbers, **others)
-
-    @staticmethod
-    def flash_attn_varlen_kvpacked_func(q, kv, *numbers, **others):
-        return gqa.flash_attn_varlen_func(q, *kv.unbind(1), *numbers, **others)
+    flash_attn_qkvpacked_func = staticmethod(gqa.flash_attn_qkvpacked_func)
+    flash_attn_kvpacked_func = staticmethod(gqa.flash_attn_kvpacked_func)
+    flash_attn_varlen_qkvpacked_func = staticmethod(gqa.flash_attn_varlen_qkvpacked_func)
+    flash_attn_varlen_kvpacked_func = staticmethod(gqa.flash_attn_varlen_kvpacked_func)
 
 
 class FlashAttn3:
