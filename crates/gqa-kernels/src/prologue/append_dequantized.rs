@@ -19,7 +19,7 @@ use super::concat::rows_before;
 use super::quantize::{
     Divisors, HeadDivisors, load_vector, numbers, store_quotients, store_vector,
 };
-use super::rope::Rope;
+use super::rope::{Rope, StoreVector};
 use super::row_scales::{NewRow, each_row, lanes};
 use super::seqlen;
 use super::walk::Walk;
@@ -98,13 +98,11 @@ impl<T: Element> Call<T> {
             let row = seqlen.past + s;
             let part = (pair, p.head_size);
             if head < p.kv_heads {
-                let (to, scales) =
-                    (self.keys.row::<C>([b, head, row], p), keys.of_head(head, p.head_size));
+                let row = self.keys.row::<C>([b, head, row], p);
+                let to = Appended { row, code, scales: keys.of_head(head, p.head_size) };
                 let position = self.rope.position(b, s, seqlen.past);
                 let from = (self.k, p.k.at(b, head, s));
-                self.rope.rotate_pair(from, part, position, |e, vector| {
-                    to.append(code, e, vector, &scales)
-                });
+                self.rope.rotate_pair(from, part, position, to);
             } else {
                 let head = head - p.kv_heads;
                 let (to, scales) =
@@ -241,6 +239,20 @@ struct Row<T> {
     numbers: Global<T>,
     /// Its own, if rows have such.
     scale: Global<f32>,
+}
+
+/// A new row on its way into the cache.
+struct Appended<T, C> {
+    row: Row<T>,
+    code: C,
+    scales: HeadDivisors,
+}
+
+impl<T: Element, C: MmaCode> StoreVector for Appended<T, C> {
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn store(&self, e: usize, vector: [u32; 4]) {
+        self.row.append(self.code, e, vector, &self.scales);
+    }
 }
 
 impl<T: Element> Row<T> {

@@ -110,18 +110,18 @@ impl<T: Element> Rope<T> {
         (x, from): (Global<T>, usize),
         (pair, head_size): (u32, u32),
         position: i64,
-        store: impl Fn(usize, [u32; 4]),
+        to: impl StoreVector,
     ) {
         let half = self.params.dim / (2 * T::PER_VEC);
         if pair >= half {
-            return Unturned::load((x, from), 2 * half, pair - half, head_size).each(store);
+            return Unturned::load((x, from), 2 * half, pair - half, head_size).each(to);
         }
         let places = [pair, pair + half].map(|vector| (vector * T::PER_VEC) as usize);
         let vectors = places.map(|place| x.load_vec(from + place));
         let angles = self.angles(pair * T::PER_VEC, position);
         let rotated = self.rotate(vectors, angles);
-        store(places[0], rotated[0]);
-        store(places[1], rotated[1]);
+        to.store(places[0], rotated[0]);
+        to.store(places[1], rotated[1]);
     }
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
@@ -181,6 +181,20 @@ pub fn pairs(head_size: u32, per_vec: u32) -> u32 {
     (head_size / per_vec).div_ceil(2)
 }
 
+/// Takes a row's vectors. Closures do; a store of many instructions has a type of its own, as the
+/// compiler calls a long closure that has several call sites.
+pub trait StoreVector {
+    /// Stores the vector of elements from `e` on.
+    fn store(&self, e: usize, vector: [u32; 4]);
+}
+
+impl<F: Fn(usize, [u32; 4])> StoreVector for F {
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn store(&self, e: usize, vector: [u32; 4]) {
+        self(e, vector);
+    }
+}
+
 /// Two vectors of a head that pass through unrotated, each with its first element's index in the
 /// head. The second may be missing.
 pub(super) struct Unturned {
@@ -223,12 +237,12 @@ impl Unturned {
         self.each(|e, vector| out.store_vec(to + e, vector));
     }
 
-    /// Passes the vectors to `store`, each with its element index.
+    /// Passes the vectors to `to`, each with its element index.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub fn each(self, store: impl Fn(usize, [u32; 4])) {
-        store(self.low.0, self.low.1);
+    pub fn each(self, to: impl StoreVector) {
+        to.store(self.low.0, self.low.1);
         if let Some((element, vector)) = self.high {
-            store(element, vector);
+            to.store(element, vector);
         }
     }
 }
