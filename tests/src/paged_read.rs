@@ -112,7 +112,10 @@ pub fn cut_off(cases: BoxedStrategy<PagedReadCase>) -> BoxedStrategy<PagedReadCa
         }
         let bound = (share * case.most_tokens() as f64) as usize;
         // A token may see later ones in a tree.
-        PagedReadCase { bound: Some(bound.max(1)), tree_mask: false, ..case }
+        // As many tokens as sequences and a bound of 1 say that each sequence has one token.
+        let tokens: usize = case.sequences.iter().map(|[_, new]| new).sum();
+        let least = if tokens == case.sequences.len() { 2 } else { 1 };
+        PagedReadCase { bound: Some(bound.max(least)), tree_mask: false, ..case }
     };
     (cases, any::<bool>(), 0.0..=1.0).prop_map(cut).boxed()
 }

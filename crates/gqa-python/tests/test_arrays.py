@@ -324,7 +324,7 @@ class OnAGpu(Cases, unittest.TestCase):
         made, gpu = [], _arrays._gpu(0)
         for _ in range(50):
             result = gqa.flash_attn_func(q, k, v, causal=True)
-            made.append(_arrays._gpu(0).array("q", result, 1).address)
+            made.append(_arrays._gpu(0).array("q", result, 1, "").address)
             del result
         self.assertIs(gpu, _arrays._gpu(0))
         self.assertLess(len(set(made)), 25, "each result takes more memory")

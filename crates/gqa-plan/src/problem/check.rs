@@ -229,7 +229,8 @@ impl ProblemFields {
     /// and values unlike keys, are only copied behind a past that is as long in every sequence.
     fn check_appended(&self) -> Result<()> {
         let (past, new, capacity) = (self.past_capacity, self.new_len, self.capacity);
-        refuse(self.slides && (past != capacity || new != self.q_len), "capacity", || {
+        let rolls_wrongly = past != capacity || new != self.q_len && new != 0;
+        refuse(self.slides && rolls_wrongly, "capacity", || {
             (capacity, "that of the past, with new keys of all rows, in a rolling KV cache")
         })?;
         if self.is_external() {
