@@ -20,9 +20,9 @@ use rand::{RngExt, SeedableRng};
 pub enum Hides {
     /// Nothing; numbers are added.
     Nothing,
-    /// Some keys, and all keys of some rows, by false or -inf.
+    /// Masks some keys, and all keys of some rows, by false or -inf.
     Some,
-    /// Some keys by the lowest finite number, or by false.
+    /// Masks some keys by the lowest finite value, or by false.
     Lowest,
 }
 
@@ -33,9 +33,9 @@ pub struct AttentionMask {
     pub boolean: bool,
     /// 1 to 4 dimensions.
     pub rank: usize,
-    /// Which of batch, head and row have one entry for all.
+    /// Which of batch, head and row broadcast.
     pub repeats: [bool; 3],
-    /// Keys behind the last column, as far as lengths allow.
+    /// Columns missing at the end, as far as lengths allow.
     pub short: usize,
     /// What it hides.
     pub hides: Hides,
@@ -48,7 +48,7 @@ pub enum Cache {
     None,
     /// past_key and past_value of so many rows.
     Past(usize),
-    /// K and V hold a cache; of each batch entry so many rows are valid, the others NaN.
+    /// K and V are a whole cache; each batch entry has this many valid rows, and NaN in the others.
     Nonpad(Vec<usize>),
 }
 
@@ -124,7 +124,7 @@ impl AttentionCase {
         op
     }
 
-    /// The nearest call that flash attention may take.
+    /// The nearest call that flash attention may support.
     pub fn for_flash(self) -> Self {
         let head_size = self.head_size.next_multiple_of(8);
         Self {
@@ -137,8 +137,8 @@ impl AttentionCase {
         }
     }
 
-    /// The nearest call with so many rows that flash attention with a mask may take; the mask may
-    /// end tiles before the keys.
+    /// The nearest call with enough rows for flash attention with a mask; the mask may end tiles
+    /// before the keys do.
     pub fn for_masked_flash(self, rows: usize) -> Self {
         let mask = AttentionMask {
             boolean: false,

@@ -12,7 +12,7 @@ use rand::{RngExt, SeedableRng};
 use rand_distr::{Distribution, Normal};
 use std::ops::Deref;
 
-/// A case with data. Rows of the past behind each sequence's valid length hold NaN: nobody may use
+/// A case with data. Past rows after each sequence's valid length hold NaN: no result may depend on
 /// them.
 #[derive(Clone, Debug)]
 pub struct Call {
@@ -102,8 +102,8 @@ impl Call {
         ]
     }
 
-    /// The next step of the same sequences: new rows behind what `cache` holds now, which must have
-    /// room for them.
+    /// The next step of the same sequences: new rows after those that `cache` holds, which must
+    /// have room for them.
     pub fn next(&self, cache: KvCache) -> Self {
         let case = Case {
             past: (0..self.case.batch()).map(|b| self.case.total(b)).collect(),
@@ -123,8 +123,8 @@ impl Call {
         }
     }
 
-    /// Runs the call on `backend` with every output poisoned with NaN first. With a shared cache
-    /// the cache afterwards is returned as present_*, and the scales of its rows beside it.
+    /// Runs the call on `backend`, with every output poisoned with NaN first. A shared cache is
+    /// returned as present_*, with its per-token scales.
     pub fn run(&self, backend: &dyn Backend) -> Result<Results> {
         let problem = self.problem()?;
         let mut outputs = Outputs::new(&problem)?;
@@ -148,7 +148,8 @@ impl Call {
         Ok(Results { outputs, scales })
     }
 
-    /// What the call's results should be with the cache that it left: nothing is appended any more.
+    /// The call's expected results, given the cache that it left: as if nothing were appended any
+    /// more.
     pub fn reference_after(&self, cache: &Results) -> Result<Results> {
         let problem = self.problem()?;
         let mut outputs = Outputs::new(&problem)?;
@@ -161,8 +162,8 @@ impl Call {
         Ok(Results { outputs, scales })
     }
 
-    /// The same in float32 with queries as they are rounded for products of float8: times k_scale,
-    /// divided by the least power of two with which none exceeds 448.
+    /// As above in float32, with queries rounded as for float8 products: times k_scale, divided by
+    /// the least power of two with which none exceeds 448.
     pub(crate) fn with_float8_queries(&self) -> Self {
         let case = Case { dtype: DType::F32, ..self.case.clone() };
         let widened = |tensor: &Tensor| -> Tensor {
@@ -227,9 +228,9 @@ impl Call {
 /// What a call gives.
 #[derive(Clone, Debug)]
 pub struct Results {
-    /// The operator's outputs; the cache, too, where it is shared.
+    /// The operator's outputs, including a shared cache.
     pub outputs: Outputs,
-    /// k_scale and v_scale afterwards, where each row of the cache has its own.
+    /// The per-token k_scale and v_scale after the call, if the cache has them.
     pub scales: Option<[Tensor; 2]>,
 }
 
@@ -253,7 +254,7 @@ fn spreads(case: &Case) -> [f32; 2] {
     [if case.qk_norm { 1.0 } else { case.spread }, 1.0]
 }
 
-/// A row of queries, which `scale` turns into what is rounded.
+/// A row of queries; `scale` maps it to the values that are rounded.
 fn round_to_float8(row: &mut [f32], scale: impl Fn(usize) -> f32) {
     const MAX: f32 = 448.0;
     let scaled: Vec<f32> = row.iter().enumerate().map(|(i, x)| x * scale(i)).collect();
@@ -297,7 +298,7 @@ impl Data {
         self.tensor(shape, &values)
     }
 
-    /// Rows of that shape, as many as `held` says, and NaN in those that are not.
+    /// Rows of that shape: random where `held`, NaN elsewhere.
     pub(crate) fn held_rows(&mut self, shape: &[usize], spread: f32, held: &[bool]) -> Tensor {
         let mut values = self.values(shape.iter().product(), spread);
         let row = values.len() / held.len().max(1);
@@ -336,8 +337,8 @@ impl Data {
         Some(KvCache { key, value, scales })
     }
 
-    /// Rows of that shape as random quantized values, as many as `held` says; in those that are not
-    /// all bits are set, which makes an 8-bit float NaN.
+    /// Rows of random quantized values where `held`; elsewhere all bits are set, which is NaN as an
+    /// 8-bit float.
     pub(crate) fn codes(&mut self, shape: &[usize], how: Quantization, held: &[bool]) -> Tensor {
         let [outer @ .., size] = shape else { panic!("rows have a size") };
         let shape = IxDyn(&[outer, &[size / how.codes_per_element()]].concat());
@@ -360,8 +361,8 @@ impl Data {
         }
     }
 
-    /// k_scale and v_scale such that the quantized values reach to about two standard deviations of
-    /// keys and values, so that some are clamped; none where each row has its own.
+    /// k_scale and v_scale such that quantized values reach about two standard deviations of keys
+    /// and values, so that some are clamped; `None` for per-token scales.
     pub(crate) fn scales(&mut self, case: &Case, how: Quantization) -> Option<[Tensor; 2]> {
         let count = how.scales.count(case.kv_heads, case.head_size)?;
         Some(spreads(case).map(|spread| {
@@ -370,8 +371,7 @@ impl Data {
         }))
     }
 
-    /// The same of rows, where each has its own: of as many rows as `held` says, and NaN of those
-    /// that are not.
+    /// Per-token scales for the rows in `held`, and NaN for the others.
     pub(crate) fn row_scales(
         &mut self,
         case: &Case,
@@ -406,8 +406,7 @@ impl Data {
         Tensor::from(ndarray::arr1(&last).into_dyn())
     }
 
-    /// Cosines and sines of random angles, and positions that are legal but for those of padding,
-    /// which may be anything.
+    /// Cosines and sines of random angles, and legal positions; those of padding are arbitrary.
     fn rotary(&mut self, case: &Case) -> (Option<Tensor>, Option<Tensor>, Option<Tensor>) {
         let Some((sixteenths, _, positions)) = case.rotary else { return (None, None, None) };
         let rows = case.total_len().max(case.past_rows()) + 3;

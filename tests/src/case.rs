@@ -11,7 +11,7 @@ use std::ops::RangeInclusive;
 pub enum Positions {
     /// past + row.
     Implicit,
-    /// position_ids, with this many unused columns behind the used ones.
+    /// position_ids, with this many unused trailing columns.
     Explicit {
         /// Unused columns.
         extra: usize,
@@ -25,7 +25,7 @@ pub struct Bias {
     pub batch: bool,
     /// One for all heads.
     pub head: bool,
-    /// One row in this many is -inf throughout; 0: none.
+    /// One row in this many is entirely -inf; 0: none.
     pub masked_rows: usize,
 }
 
@@ -42,21 +42,22 @@ pub struct Case {
     pub head_size: usize,
     /// Query rows.
     pub q_len: usize,
-    /// Valid past rows of each batch entry; for a first prompt, padding rows of each entry instead.
+    /// Valid past rows of each batch entry; for a first prompt, the padding rows of each entry
+    /// instead.
     pub past: Vec<usize>,
     /// No past: rows start at position 0 and may be padded on the right.
     pub first_prompt: bool,
-    /// All K and V rows are in the past already; none is given.
+    /// The past already holds all K and V rows; the call has none.
     pub no_new_rows: bool,
     /// One cache for past and present.
     pub shared: bool,
-    /// Rows of the cache beyond the longest sequence.
+    /// Cache rows beyond the longest sequence.
     pub spare_rows: usize,
     /// One QKV tensor.
     pub packed: bool,
     /// Order of dimensions.
     pub layout: Layout,
-    /// The cache rolls: it has so many rows more than the window, which there is.
+    /// A rolling cache, with this many rows more than the window, which must be set.
     pub sliding: Option<usize>,
     /// The cache holds quantized values.
     pub quantized: Option<Quantization>,
@@ -84,9 +85,9 @@ pub struct Case {
     pub lse: bool,
     /// Output of float32, whatever the type.
     pub float32_output: bool,
-    /// Output of float8e4m3fn, and what times it is meant.
+    /// float8e4m3fn output, and its output_scale.
     pub output_scale: Option<f32>,
-    /// Lengths and cache may be read before the launch ahead has ended.
+    /// The call promises that lengths and cache may be read before the launch ahead has ended.
     pub prefetch_cache: bool,
     /// Products of float8 are allowed.
     pub float8_products: bool,
@@ -127,7 +128,7 @@ impl Case {
         }
     }
 
-    /// Rows that the cache holds of a sequence of `total`.
+    /// Cache rows of a sequence of `total` tokens.
     pub fn cached(&self, total: usize) -> usize {
         let Some(spare) = self.sliding else { return total };
         let grow = |rows| if rows == self.past_rows() { rows - spare } else { rows + 1 };
@@ -138,10 +139,10 @@ impl Case {
     pub fn score_deviation(&self) -> f32 {
         let root = (self.head_size as f32).sqrt();
         let scale = if self.scale == 0.0 { 1.0 / root } else { self.scale.abs() };
-        // Normalised rows have the deviation of their weights. Keys of the past may have more; the
-        // bounds are not widened for that.
+        // Normalised rows have the deviation of their weights. Past keys may have more; the bounds
+        // are not widened for that.
         let spread = if self.qk_norm { 1.0 } else { self.spread };
-        // Quantized values of the past are evenly spread up to 2.5 times as far.
+        // Quantized values of the past are evenly distributed, up to 2.5 times as far.
         let of_keys = if self.quantized.is_some() { 1.5 * spread } else { spread };
         scale * root * spread * of_keys
     }
@@ -188,12 +189,12 @@ impl Case {
         }
     }
 
-    /// Whether each row of the cache has a scale of its own.
+    /// Whether the cache has per-token scales.
     pub fn has_row_scales(&self) -> bool {
         self.quantized.is_some_and(|how| how.scales == Scales::PerToken)
     }
 
-    /// Whether the quantized values of a new key depend on how something was rounded before.
+    /// Whether the quantized values of a new key depend on earlier rounding.
     pub fn rounds_before_codes(&self) -> bool {
         self.quantized.is_some() && (self.rotary.is_some() || self.qk_norm)
     }
@@ -261,7 +262,7 @@ pub fn case(
         .boxed()
 }
 
-/// Every way to quantize a cache, and most often none.
+/// Every quantization of a cache; most often none.
 fn sometimes_quantized() -> BoxedStrategy<Option<Quantization>> {
     proptest::option::weighted(0.2, any_quantization()).boxed()
 }
@@ -275,15 +276,15 @@ pub fn any_quantization() -> BoxedStrategy<Quantization> {
         .boxed()
 }
 
-/// Whatever scales are for that are given and never written.
+/// Scales of any granularity are inputs, and are never written.
 pub fn any_scales() -> BoxedStrategy<Scales> {
     proptest::sample::select(vec![Scales::PerTensor, Scales::PerHead, Scales::PerChannel]).boxed()
 }
 
-/// A factor on scores that single precision may flush to 0.
+/// A scale of scores that float32 may flush to 0.
 pub(crate) const SUBNORMAL: f32 = 1e-39;
 
-/// Softcaps that a float holds and whose inverse, or the difference of 1 and a tanh, it does not.
+/// Softcaps that float32 can hold, but not their inverse, or not the difference of 1 and a tanh.
 pub(crate) fn extreme_softcap() -> impl Strategy<Value = f32> {
     proptest::sample::select(vec![SUBNORMAL, 1e4, 1e6, 1e38])
 }
@@ -322,7 +323,7 @@ fn assemble(drawn: Drawn, rows: Vec<usize>, q_len: usize) -> Case {
     let first_prompt = matches!(phase, Phase::Prompt);
     let q_len = match phase {
         Phase::Token => 1,
-        // One row makes a chunk a token, and S == T a first prompt.
+        // With one row, a chunk is a decode step, and S == T is a first prompt.
         Phase::Chunk => q_len + 1,
         Phase::Prompt => q_len,
     };
@@ -401,7 +402,7 @@ pub fn quantized(cases: BoxedStrategy<Case>) -> BoxedStrategy<Case> {
         .boxed()
 }
 
-/// The same calls on quantized KV caches whose rows have scales of their own.
+/// The same calls over quantized KV caches with per-token scales.
 pub fn with_row_scales(cases: BoxedStrategy<Case>) -> BoxedStrategy<Case> {
     (cases, any_quantization())
         .prop_map(|(case, how)| Case {
@@ -416,14 +417,15 @@ pub fn with_row_scales(cases: BoxedStrategy<Case>) -> BoxedStrategy<Case> {
 pub fn sliding(cases: BoxedStrategy<Case>, most_rows: usize) -> BoxedStrategy<Case> {
     (cases, 1..=most_rows, 0..=most_rows)
         .prop_map(|(case, window, spare)| {
-            // Rows of quantized values are multiples of 16 bytes, and move without their scales.
+            // Rows of quantized values are multiples of 16 bytes, and rolling moves them without
+            // per-token scales.
             let fits = |how: &Quantization| {
                 case.head_size % (16 * how.codes_per_element()) == 0
                     && how.scales != Scales::PerToken
             };
             let quantized = case.quantized.filter(fits);
-            // The quantized value of a rotated or normalised key may be one of two, and what rows
-            // saw of it may be gone afterwards.
+            // The quantized value of a rotated or normalised key may round either way, and its row
+            // may be evicted before the comparison.
             let turns = quantized.is_none();
             Case {
                 sliding: Some(spare),
@@ -441,7 +443,7 @@ pub fn sliding(cases: BoxedStrategy<Case>, most_rows: usize) -> BoxedStrategy<Ca
         .boxed()
 }
 
-/// The same calls with output of float8e4m3fn, of which the largest numbers are clamped.
+/// The same calls with float8e4m3fn output, whose largest values are clamped.
 pub fn quantized_output(cases: BoxedStrategy<Case>) -> BoxedStrategy<Case> {
     (cases, 0.002f32..0.1)
         .prop_map(|(case, scale)| Case {
@@ -486,7 +488,7 @@ pub fn tall_steps(max_rows: usize) -> BoxedStrategy<Case> {
         .boxed()
 }
 
-/// The case with so many query rows and heads to a KV head, without what decode does not do.
+/// The case with this many query rows and heads per KV head, without features that decode lacks.
 fn step(case: Case, group: usize, q_len: usize) -> Case {
     let past =
         case.past.iter().map(|past| if case.first_prompt { past % q_len } else { *past }).collect();
@@ -516,7 +518,7 @@ pub fn prompts(max_head_size: usize, max_rows: usize) -> BoxedStrategy<Case> {
         .boxed()
 }
 
-/// The same rotated at positions that are not given, which some kernels do themselves.
+/// The same with RoPE at implicit positions, which some kernels apply themselves.
 pub fn rotated_prompts(max_head: usize, max_rows: usize) -> BoxedStrategy<Case> {
     (1..=16usize, any::<bool>(), prompts(max_head, max_rows))
         .prop_map(|(sixteenths, interleaved, case)| {
@@ -527,19 +529,19 @@ pub fn rotated_prompts(max_head: usize, max_rows: usize) -> BoxedStrategy<Case> 
         .boxed()
 }
 
-/// The same behind hundreds of keys, with scores so far apart that a tile of keys raises the
-/// weights of others: some beyond what the first tile left room for, the wider the spread of
-/// queries and keys the more to infinity.
+/// The same after hundreds of keys, with scores so far apart that the row maximum grows from tile
+/// to tile: some beyond the lazy-rescale threshold, up to infinity with a wide spread of queries
+/// and keys.
 pub fn prompts_of_wide_scores(max_rows: usize, spread: f32) -> BoxedStrategy<Case> {
     prompts(128, max_rows)
         .prop_map(move |case| Case {
             spread,
             past: case.past.iter().map(|past| past + 256).collect(),
             first_prompt: false,
-            // Else values have the spread of queries, and so have errors.
+            // Otherwise values have the spread of queries, and errors grow with it.
             packed: false,
-            // A score of a hundred would feel one rounding of a rotated key or of a normalised
-            // query.
+            // A score of a hundred would change with one rounding of a rotated key or of a
+            // normalised query.
             rotary: None,
             qk_norm: false,
             scale: 0.0,
@@ -550,8 +552,8 @@ pub fn prompts_of_wide_scores(max_rows: usize, spread: f32) -> BoxedStrategy<Cas
         .boxed()
 }
 
-/// Prompts over caches of float8 whose products may be of float8, of head sizes that take the tile
-/// of `tile` columns.
+/// Prefills over float8 caches that may use float8 products, with head sizes for the tile of `tile`
+/// columns.
 pub fn turned_float8_prompts(tile: usize, max_rows: usize) -> BoxedStrategy<Case> {
     let heads = proptest::sample::select(vec![tile - 48, tile - 16, tile, tile]);
     (prompts(128, max_rows), heads, any_scales())
@@ -569,15 +571,15 @@ pub fn turned_float8_prompts(tile: usize, max_rows: usize) -> BoxedStrategy<Case
         .boxed()
 }
 
-/// The same, but nothing is rotated or normalised, so that the oracle knows what is rounded.
+/// The same without RoPE and QK-norm, so that the oracle knows which values are rounded.
 pub fn float8_prompts(tile: usize, max_rows: usize) -> BoxedStrategy<Case> {
     turned_float8_prompts(tile, max_rows)
         .prop_map(|case| Case { rotary: None, qk_norm: false, ..case })
         .boxed()
 }
 
-/// Prompts over a quantized cache that kernels read as it is: shared, with rows of multiples of 16
-/// bytes, without scales of their own, and without a softcap.
+/// Prefills over quantized caches that kernels read in place: shared, with rows of multiples of 16
+/// bytes, without per-token scales and without softcap.
 pub fn quantized_prompts(prompts: BoxedStrategy<Case>) -> BoxedStrategy<Case> {
     (quantized(prompts), any_scales())
         .prop_map(|(case, scales)| Case {
@@ -590,7 +592,7 @@ pub fn quantized_prompts(prompts: BoxedStrategy<Case>) -> BoxedStrategy<Case> {
         .boxed()
 }
 
-/// The same in bfloat16 over keys and values of float8.
+/// The same in bfloat16 over float8 keys and values.
 pub fn prompts_over_float8(prompts: BoxedStrategy<Case>) -> BoxedStrategy<Case> {
     quantized_prompts(prompts)
         .prop_map(|case| Case {

@@ -14,14 +14,13 @@ pub struct Tolerance {
 }
 
 impl Tolerance {
-    /// What rounding of the operands allows. Weights are rounded to the element type before they
-    /// meet the values (tensor cores) and the output is rounded once more. A score `x` computed in
-    /// float32 is off by about `ε·|x|`, and its weight by that fraction, so the float32 bound grows
-    /// with the scores. So does the bound of a rotated or normalised 16-bit call: near a tie,
-    /// float32 and double precision round an element of such a query or key to different
-    /// neighbours. And that of one with a quantized cache, whose numbers most kernels round to the
-    /// element type. Weights that are off by so much are off by more of values that are further
-    /// apart.
+    /// What rounding of the operands allows. P is rounded to the element type before the product
+    /// with V (tensor cores) and the output is rounded once more. A score `x` computed in float32
+    /// is off by about `ε·|x|`, and its weight by that fraction, so the float32 bound grows with
+    /// the scores. So does the bound of a rotated or normalised 16-bit call: near a tie, float32
+    /// and double precision round an element of such a query or key to different neighbours. And
+    /// that of one with a quantized cache, whose numbers most kernels round to the element type.
+    /// Weights that are off by so much are off by more of values that are further apart.
     pub fn of(case: &Case) -> Self {
         let scores = f64::from(case.score_deviation()).max(1.0);
         let rounded = case.rotary.is_some() || case.qk_norm || case.quantized.is_some();
@@ -33,9 +32,9 @@ impl Tolerance {
         }
     }
 
-    /// Where weights are rounded to four significant bits: by up to 1/16 each, so that what they
-    /// weigh may be off by that much of its deviation from the mean. That queries are rounded is
-    /// the oracle's affair.
+    /// The bound where P is rounded to four significant bits: by up to 1/16 each, so that the
+    /// output may be off by 1/16 of the values' deviation from their mean. The oracle rounds
+    /// queries itself.
     pub(crate) fn of_float8(case: &Case) -> Self {
         Self { absolute: 3.0 / 16.0 * spread_of_values(case), relative: 2e-2 }
     }
@@ -47,8 +46,8 @@ fn spread_of_values(case: &Case) -> f64 {
 }
 
 impl Tolerance {
-    /// Of numbers that are divided by `scale` and rounded to float8e4m3fn on both sides, by up to
-    /// 1/16 each, the small ones by half of what they are apart.
+    /// The bound for values that both sides divide by `scale` and round to float8e4m3fn: up to 1/16
+    /// each, and half a step for small values.
     pub(crate) fn quantized(self, scale: f32) -> Self {
         let absolute = self.absolute / f64::from(scale) + 1.0 / 512.0;
         Self { absolute, relative: self.relative + 0.14 }
@@ -80,8 +79,8 @@ impl Errors {
     }
 }
 
-/// Compares every output; the error of `output` itself is returned. `Err` describes the worst
-/// element out of tolerance.
+/// Compares every output; returns the error of `output`. `Err` describes the worst element out of
+/// tolerance.
 pub fn compare(got: &Outputs, want: &Outputs, tolerance: Tolerance) -> Result<Errors, String> {
     let errors = tensors("output", &got.output, &want.output, tolerance)?;
     let exact = Tolerance { absolute: 0.0, relative: 0.0 };
@@ -93,8 +92,8 @@ pub fn compare(got: &Outputs, want: &Outputs, tolerance: Tolerance) -> Result<Er
     Ok(errors)
 }
 
-/// Errs where `got` was rounded to `dtype` before it became what it is: all of its numbers are such
-/// as `dtype` has, and many of `want` are not.
+/// Errs where `got` was rounded to `dtype` on the way: all of its values are representable in
+/// `dtype`, and many of `want` are not.
 pub(crate) fn unrounded(got: &Tensor, want: &Tensor, dtype: DType) -> Result<(), String> {
     const MANY: usize = 16;
     let finer = |tensor: &Tensor| {
@@ -119,7 +118,7 @@ pub(crate) fn equal_codes(name: &str, got: &Tensor, want: &Tensor) -> Result<(),
     }
 }
 
-/// What rounding to `dtype` of several numbers that are added or multiplied makes of the largest.
+/// The largest error from rounding several terms or factors to `dtype`.
 fn rounding(dtype: DType) -> f64 {
     // Four: two elements, a scale for each channel, and large elements that the quantized values
     // clamp.
@@ -133,8 +132,8 @@ fn rounding(dtype: DType) -> f64 {
 /// k_scale of one side and of the other one.
 pub(crate) type KeyScales<'a> = [&'a Tensor; 2];
 
-/// Errs unless the scales of rows are `want`'s: of values to the bit, and of keys, where these are
-/// rounded to `dtype` before, nearly so; then returns those of keys.
+/// Checks per-token scales against `want`: those of values bit for bit; those of keys nearly, where
+/// keys are rounded to `dtype` first. Returns the scales of keys in the latter case.
 pub(crate) fn row_scales<'a>(
     got: &'a Option<[Tensor; 2]>,
     want: &'a Option<[Tensor; 2]>,
@@ -158,8 +157,8 @@ pub(crate) fn row_scales<'a>(
     Ok(Some([&got[0], &want[0]]))
 }
 
-/// Errs unless every code is `want`'s or one that rounding to `dtype` before explains, where each
-/// row has a scale of its own of that, too.
+/// Checks that every quantized value equals `want`'s, or differs by rounding to `dtype` before
+/// (including the rounding of its per-token scale).
 pub(crate) fn codes_rounded_before(
     name: &str,
     got: &Tensor,
@@ -176,8 +175,8 @@ pub(crate) fn codes_rounded_before(
     }
 }
 
-/// Errs unless every number of rows with scales of their own is `want`'s or one that rounding to
-/// `dtype` before explains.
+/// Checks that every dequantized value with a per-token scale equals `want`'s, or differs by
+/// rounding to `dtype` before.
 fn rows_rounded_before(
     name: &str,
     codes: [&Tensor; 2],
@@ -193,7 +192,8 @@ fn rows_rounded_before(
             continue;
         }
         let top = want.iter().fold(0.0, |top: f64, x| top.max(x.abs())) * want_scale.abs();
-        // From an integer to the next; from a float8e4m3fn an eighth, and of subnormal ones less.
+        // The step to the next quantized value: 1 for integers, an eighth for float8e4m3fn, and
+        // less for its subnormals.
         let absolute = 1.01 * want_scale.abs() + rounding(dtype) * top;
         let tolerance = Tolerance { absolute, relative: 1.0 / 8.0 };
         for (i, (&got, &want)) in got.iter().zip(want).enumerate() {
@@ -208,7 +208,7 @@ fn rows_rounded_before(
     Ok(())
 }
 
-/// What quantized values are before they are multiplied by their scales.
+/// The dequantized values before multiplication by their scales.
 fn numbers(codes: &Tensor) -> Vec<f64> {
     let number = |half: u8| f64::from(half) - 8.0;
     match codes {
@@ -219,7 +219,7 @@ fn numbers(codes: &Tensor) -> Vec<f64> {
     }
 }
 
-/// Errs unless every code is `want`'s or next to it.
+/// Checks that every quantized value equals `want`'s or is next to it.
 fn neighbouring_codes(name: &str, got: &Tensor, want: &Tensor) -> Result<(), String> {
     let tolerance = gqa_onnx::Tolerance::of(want.dtype());
     let found = gqa_onnx::compare(got, want, &[], tolerance).map_err(|e| format!("{name}: {e}"))?;
@@ -229,9 +229,8 @@ fn neighbouring_codes(name: &str, got: &Tensor, want: &Tensor) -> Result<(), Str
     }
 }
 
-/// The same for float8e4m3fn, whose quantized values are close together for small numbers: a small
-/// element of a rotated row may be the difference of two large ones, each of which was rounded to
-/// `dtype`.
+/// As above for float8e4m3fn, whose values are dense near zero: a small element of a rotated row
+/// may be the difference of two large ones, each rounded to `dtype`.
 fn float8_rounded_before(
     name: &str,
     got: &Tensor,
@@ -243,7 +242,7 @@ fn float8_rounded_before(
     let (got, want) = (got.to_f64(), want.to_f64());
     for (number, (got, want)) in got.chunks(row).zip(want.chunks(row)).enumerate() {
         let top = want.iter().fold(0.0, |top: f64, x| top.max(x.abs()));
-        // The next code is up to an eighth away, the next to a subnormal one by 2⁻⁹.
+        // The next value is up to an eighth away; next to a subnormal, 2⁻⁹.
         let tolerance = Tolerance { absolute: rounding * top + 1.0 / 512.0, relative: 1.0 / 8.0 };
         for (i, (&got, &want)) in got.iter().zip(want).enumerate() {
             if excess(got, want, tolerance).0 > 0.0 {
@@ -314,7 +313,7 @@ fn index(mut flat: usize, shape: &[usize]) -> Vec<usize> {
     index
 }
 
-/// How far a value is out of tolerance (0: inside), and the finite difference.
+/// The distance beyond the tolerance (0: within), and the finite difference.
 fn excess(got: f64, want: f64, tolerance: Tolerance) -> (f64, f64) {
     if !got.is_finite() || !want.is_finite() {
         let same = got == want || (got.is_nan() && want.is_nan());

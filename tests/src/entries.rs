@@ -16,13 +16,13 @@ use proptest::test_runner::TestRunner;
 use std::cell::LazyCell;
 use std::rc::Rc;
 
-/// Whether a kernel is of the operators whose calls are drawn: `rotary_rows` and `scatter_rows`
-/// belong to others.
+/// Whether the drawn calls can use a kernel: `rotary_rows` and `scatter_rows` belong to other
+/// operators.
 pub fn is_of_attention(entry: &Entry) -> bool {
     ![Role::RotaryRows, Role::ScatterRows].contains(&entry.role)
 }
 
-/// Kernels for products of float8, with the element type of their output and the columns of their
+/// Kernels with float8 products, with the element type of their output and the columns of their
 /// tile.
 pub fn float8_kernels() -> impl Iterator<Item = (DType, usize, &'static str)> {
     let is_wanted =
@@ -34,14 +34,13 @@ pub fn float8_kernels() -> impl Iterator<Item = (DType, usize, &'static str)> {
     })
 }
 
-/// Calls drawn, for each that a kernel shall run, until a kernel that too few of them reached is a
-/// failure.
+/// The number of calls per kernel after which too few calls on some kernel are a failure.
 const DRAWS: u32 = 20_000;
 
-/// Runs `calls` random calls, of those that it `takes`, on every kernel that is wanted and that
-/// `device` can run, forced where the planner would take another, and compares them with the
-/// reference; `PARITY_CASES` overrides their number, and `PROPTEST_RNG_SEED` says what they are
-/// drawn from. Fails where too few calls reach a kernel.
+/// Runs `calls` random calls on every selected kernel that `takes` them and that `device` can run,
+/// forced where the planner would choose another, and compares them with the reference.
+/// `PARITY_CASES` overrides their number, and `PROPTEST_RNG_SEED` sets the seed. Fails where too
+/// few calls reach a kernel.
 pub fn every_entry(
     name: &str,
     calls: u32,
@@ -66,7 +65,8 @@ pub fn every_entry(
         }
         let judge = LazyCell::new(|| call.judge());
         for (entry, calls) in &mut left {
-            // With leave to multiply float8 only these kernels are compared as if they had.
+            // Of calls that allow float8 products, only these kernels are compared with float8
+            // bounds.
             if problem.float8_products != (entry.family == Family::HopperFloat8) {
                 continue;
             }
@@ -89,7 +89,8 @@ pub fn every_entry(
     panic!("{name}, {SEED}={seed}: of these kernels fewer than {calls} calls ran: {left:?}");
 }
 
-/// Options under which a plan has `entry` or is none. Some prologues lead to no kernel of few rows.
+/// Options under which a plan uses `entry` or fails. Some prologues do not lead to any kernel of
+/// few rows.
 fn forcing(entry: &Entry) -> [PlanOptions; 3] {
     let force = PlanOptions { force: Some(entry.name), ..PlanOptions::default() };
     let unfused = PlanOptions { disable_fused_kv: true, ..force.clone() };

@@ -18,8 +18,7 @@ use rand::seq::SliceRandom;
 use rand::{RngExt, SeedableRng};
 use std::ops::RangeInclusive;
 
-/// One call. What it has in common with GroupQueryAttention is `case`'s; data follows from its
-/// seed.
+/// One call. `case` has the features shared with GroupQueryAttention; data follows from its seed.
 #[derive(Clone, Debug)]
 pub struct PagedCase {
     /// Types, heads and attributes.
@@ -30,16 +29,14 @@ pub struct PagedCase {
     pub block_size: usize,
     /// Blocks in no sequence.
     pub spare_blocks: usize,
-    /// One token in so many goes nowhere by slot_mapping, as it is in the cache already; 0: there
-    /// is none.
+    /// One token in this many has slot -1, because the cache holds it already; 0: none.
     pub skipped: Option<usize>,
-    /// The table leads outside of the cache for some blocks that tokens see or are written to.
+    /// The table leads outside of the cache for some visible or written blocks.
     pub gaps: bool,
 }
 
-/// Calls that the planner gives to the decode families of paged KV caches: a token of each
-/// sequence, or a few, up to 16 packed query rows for each, their head sizes. What the blocks hold
-/// is that of `steps`.
+/// Calls for the decode families of paged KV caches: one or a few tokens of each sequence, up to 16
+/// packed query rows for each, with their head sizes. `steps` draws the type of the cache.
 pub fn paged_steps(steps: BoxedStrategy<Case>, max_rows: usize) -> BoxedStrategy<PagedCase> {
     let tokens = prop_oneof![Just(1..=1usize), Just(0..=4usize)];
     let sequences = tokens.prop_flat_map(move |tokens| {
@@ -72,7 +69,7 @@ pub fn with_gaps(cases: BoxedStrategy<PagedCase>) -> BoxedStrategy<PagedCase> {
     cases.prop_map(|case| PagedCase { gaps: true, ..case }).boxed()
 }
 
-/// Such of these calls as kernels take that read blocks where they are, as planned.
+/// Of these calls, the ones for kernels that read blocks in place, as planned.
 pub fn in_place<C: Parity + 'static>(
     cases: BoxedStrategy<C>,
     device: &DeviceInfo,
@@ -100,8 +97,8 @@ fn copies(case: &impl Parity, device: &DeviceInfo, options: &PlanOptions) -> boo
     plan.launches().iter().any(|launch| copies.contains(&launch.entry().role))
 }
 
-/// Puts blocks that are outside of a cache of `count` blocks among those of a sequence: some, the
-/// last or all of them, or none.
+/// Puts blocks outside of a cache of `count` blocks into a sequence's table: some, the last, all,
+/// or none.
 pub(crate) fn put_gaps(row: &mut [i32], count: usize, rng: &mut SmallRng) {
     let (kind, last) = (rng.random_range(0..6), row.len().wrapping_sub(1));
     for (i, block) in row.iter_mut().enumerate() {
@@ -118,19 +115,19 @@ pub(crate) fn put_gaps(row: &mut [i32], count: usize, rng: &mut SmallRng) {
     }
 }
 
-/// Calls that the planner gives to two kernels where SMs are few, or sequences and rows many, and
-/// nobody wants log-sum-exps: those of [`paged_steps`] with up to 12 sequences, and one more of 64
-/// tokens or more.
+/// Calls for which the planner uses two kernels if SMs are few, or sequences and rows many, and
+/// log-sum-exps are not requested: those of [`paged_steps`] with up to 12 sequences, and one more
+/// of 64 tokens or more.
 pub fn paged_mixed(steps: BoxedStrategy<Case>, max_rows: usize) -> BoxedStrategy<PagedCase> {
     mixed(steps, max_rows, [1..=12, 1..=1])
 }
 
-/// The same with more sequences than a warp of `hopper_paged` looks at together.
+/// The same with more sequences than a warp of `hopper_paged` examines at once.
 pub fn paged_crowds(steps: BoxedStrategy<Case>, max_rows: usize) -> BoxedStrategy<PagedCase> {
     mixed(steps, max_rows, [30..=60, 1..=2])
 }
 
-/// So many sequences of few tokens, and so many prompts among them.
+/// This many decode sequences, and this many prefills among them.
 fn mixed(
     steps: BoxedStrategy<Case>,
     max_rows: usize,
@@ -152,11 +149,11 @@ fn mixed(
 
 /// Kernels for sequences of few tokens.
 pub const DECODE_KERNELS: [Family; 2] = [Family::DecodePaged, Family::DecodePagedQuantized];
-/// Kernels for prompts that can begin before them.
+/// Prefill kernels that can start before the decode kernel.
 pub const PREFILL_KERNELS: [Family; 2] = [Family::HopperPaged, Family::HopperPagedQuantized];
 
-/// Such of these calls as the planner gives to two kernels that run at a time, of which one of
-/// `first` begins.
+/// Of these calls, the ones for which the planner runs two kernels concurrently, one of `first`
+/// starting first.
 pub fn paged_concurrent(
     cases: BoxedStrategy<PagedCase>,
     device: &DeviceInfo,
@@ -175,7 +172,7 @@ pub fn paged_concurrent(
     cases.boxed()
 }
 
-/// For plans of calls of which any take long: a device so slow, with that many SMs.
+/// A device with that many SMs, so slow that any call takes long.
 pub fn slow_device(multiprocessors: u32) -> DeviceInfo {
     DeviceInfo { multiprocessors, tensor_flops: 1e12, bandwidth: 1e9, ..DeviceInfo::h200() }
 }
@@ -188,7 +185,7 @@ fn with_a_token(mut sequences: Vec<[usize; 2]>) -> Vec<[usize; 2]> {
     sequences
 }
 
-/// Whether rows of quantized values are multiples of 16 bytes, as those of paged KV caches are.
+/// Whether rows of quantized values are multiples of 16 bytes, as paged KV caches require.
 fn fits(how: &Quantization, head_size: usize) -> bool {
     head_size % (16 * how.codes_per_element()) == 0
 }
@@ -211,7 +208,7 @@ pub fn paged(cases: BoxedStrategy<Case>, max_rows: usize) -> BoxedStrategy<Paged
         .boxed()
 }
 
-/// The same with log-sum-exps in some, which `tiled_paged` has and `hopper_paged` has not.
+/// The same with log-sum-exps in some, which `tiled_paged` supports and `hopper_paged` does not.
 pub fn with_some_lse(cases: BoxedStrategy<PagedCase>) -> BoxedStrategy<PagedCase> {
     let with = |(case, lse): (PagedCase, bool)| {
         let in_some = Case { lse, ..case.case };
@@ -297,8 +294,8 @@ impl PagedCase {
         self.sequences.iter().map(blocks).collect()
     }
 
-    /// How many of a sequence's first blocks no token sees: those wholly before the window, and all
-    /// of a sequence without tokens.
+    /// The number of a sequence's first blocks without a visible row: those entirely before the
+    /// window, and all blocks of a sequence without tokens.
     fn freed(&self, &[past, new]: &[usize; 2]) -> usize {
         match usize::try_from(self.case.window) {
             _ if new == 0 => past.div_ceil(self.block_size),
@@ -359,8 +356,8 @@ impl Tensors {
         let mut free = order.into_iter();
         let table: Vec<Vec<i32>> = (blocks.iter().zip(&paged.sequences))
             .map(|(&used, sequence)| {
-                // What is behind the used ones may be anything, and so may freed ones be, another
-                // sequence's block or that of nobody too.
+                // Unused trailing table entries are arbitrary, and so are freed ones: another
+                // sequence's block, or a free one.
                 let mut row: Vec<_> = free.by_ref().take(used).collect();
                 row.resize_with(columns, || data.rng.random());
                 if paged.gaps {
@@ -486,8 +483,8 @@ impl PagedCase {
         let (dtype, rounds) = (self.case.dtype, self.case.rounds_before_codes());
         let of_keys = row_scales(&got_cache.scales, &want_cache.scales, dtype, rounds)?;
         if rounds {
-            // A new key's code may be one or the other near a tie: the output is that of the cache
-            // as it is then, with no new rows.
+            // A new key's quantized value may round either way near a tie: the output is compared
+            // for the resulting cache, with no new rows.
             let [got_keys, want_keys] = [&got_cache.key, &want_cache.key];
             codes_rounded_before("key_cache", got_keys, want_keys, of_keys, dtype)?;
             equal_codes("value_cache", &got_cache.value, &want_cache.value)?;

@@ -26,11 +26,11 @@ pub struct PagedReadCase {
     pub dtype: DType,
     /// The heads.
     pub heads: [usize; 3],
-    /// Keys of each sequence, and tokens, of which the last is the last key's.
+    /// Keys and tokens of each sequence; the last token has the last key's position.
     pub sequences: Vec<[usize; 2]>,
     /// Rows of a block.
     pub block_size: usize,
-    /// What the cache holds if not the numbers themselves.
+    /// The quantization of the cache, if any.
     pub quantized: Option<Quantization>,
     /// Newest keys that a token sees.
     pub window: Option<usize>,
@@ -44,7 +44,7 @@ pub struct PagedReadCase {
     pub head_sink: bool,
     /// Log-sum-exp wanted.
     pub lse: bool,
-    /// The table leads outside of the cache for some blocks that tokens see.
+    /// The table leads outside of the cache for some visible blocks.
     pub gaps: bool,
     /// The call appends its tokens' keys and values.
     pub appends: bool,
@@ -245,7 +245,7 @@ impl Given {
         }
     }
 
-    /// Keys and values, the table of their blocks, and which rows of these are keys.
+    /// Keys and values, the block table, and which rows of the blocks are keys.
     fn cache(case: &PagedReadCase, data: &mut Data) -> ([Tensor; 2], Tensor, Vec<bool>) {
         let ([_, kv, size], [columns, blocks]) = (case.heads, case.blocks());
         let mut order: Vec<_> = (0..blocks as i32).collect();
@@ -275,7 +275,7 @@ impl Given {
         (cache, table.expect("as many").into(), held)
     }
 
-    /// Output, and log-sum-exps if wanted, of the call on `backend`.
+    /// Output, and log-sum-exps on request, of the call on `backend`.
     fn run(&self, problem: &Problem, backend: &dyn Backend) -> Result<(Tensor, Option<Tensor>)> {
         let mut output = poisoned(problem.dtype, &problem.output_shape());
         let mut lse = problem.lse.then(|| poisoned(DType::F32, &problem.lse_shape()));

@@ -15,7 +15,7 @@ use std::collections::BTreeMap;
 use std::hash::{BuildHasher, RandomState};
 use std::rc::Rc;
 
-/// A call that can be compared with the reference.
+/// A call that is compared with the reference.
 pub trait Parity: std::fmt::Debug {
     /// Its element type.
     fn dtype(&self) -> DType;
@@ -23,7 +23,7 @@ pub trait Parity: std::fmt::Debug {
     /// What the operator makes of it.
     fn problem(&self) -> gqa_host::Result<Problem>;
 
-    /// Draws its data and asks the reference, once for all back ends that are judged.
+    /// Draws its data and computes the reference, once for all back ends.
     fn judge(&self) -> Result<Judge<'_>, String>;
 
     /// Runs the call on `backend` and the reference and compares all outputs.
@@ -37,9 +37,9 @@ pub type Judge<'a> = Box<dyn Fn(&dyn Backend) -> Result<Errors, String> + 'a>;
 
 /// Overrides how many calls a test runs.
 const CASES: &str = "PARITY_CASES";
-/// Has tests run all calls that they name where there is no GPU, too.
+/// Makes tests run all of their calls on back ends without a GPU, too.
 const FULL: &str = "PARITY_FULL";
-/// One in so many runs otherwise: with other calls each time, many short runs find what a long one
+/// One in this many otherwise: with new calls in each run, many short runs find what a long one
 /// does.
 const SHARE: u32 = 4;
 
@@ -56,8 +56,7 @@ pub fn parity<C: Parity + 'static>(
     run(name, cases, strategy.prop_map(|case| Rc::new(case) as Rc<dyn Parity>).boxed(), backend);
 }
 
-/// The same of any calls: one function, which every test would else compile for each of its
-/// strategies.
+/// As above, for any call: not generic, so that it is compiled once for all strategies.
 fn run(name: &str, cases: u32, strategy: BoxedStrategy<Rc<dyn Parity>>, backend: &dyn Backend) {
     let seen: RefCell<BTreeMap<String, (usize, Errors)>> = RefCell::default();
     let config = config(name, cases, backend.name());
@@ -131,7 +130,7 @@ pub(crate) fn config(name: &str, cases: u32, backend: &str) -> Config {
     Config { rng_seed: RngSeed::Fixed(seed), ..config }
 }
 
-/// So many cases, or as many as the environment says.
+/// This many cases, or the number in the environment.
 fn count(cases: u32) -> u32 {
     std::env::var(CASES).ok().and_then(|n| n.parse().ok()).unwrap_or(cases)
 }
@@ -147,8 +146,7 @@ impl Parity for Case {
 
     fn judge(&self) -> Result<Judge<'_>, String> {
         let call = Call::new(self);
-        // Who has such calls sees to it that the kernels that make use of the leave take them. The
-        // reference takes rounded queries.
+        // Callers make sure that kernels use the permission. The reference takes rounded queries.
         if self.float8_products {
             let want = by_reference(&call.with_float8_queries())?;
             let tolerance = Tolerance::of_float8(self);
@@ -165,7 +163,7 @@ impl Parity for Case {
 impl Case {
     fn compare(&self, call: &Call, got: &Results, want: &Results) -> Result<Errors, String> {
         let errors = compare_with_cache(call, got, want)?;
-        // Most kernels round the numbers of a quantized cache, and one key's output is its value.
+        // Most kernels round dequantized values, and with one key the output is its value.
         let widens = self.float32_output && self.output_scale.is_none();
         if widens && self.dtype != DType::F32 && self.quantized.is_none() {
             unrounded(&got.output, &want.output, self.dtype)?;
@@ -182,9 +180,9 @@ fn run_on(call: &Call, backend: &dyn Backend) -> Result<Results, String> {
     call.run(backend).map_err(|error| format!("{}: {error}", backend.name()))
 }
 
-/// Compares a call's outputs. Near a tie a new key's code may be one or the other, which the output
-/// feels: then the caches are compared, values code for code, and the rest with what the reference
-/// makes of the cache that the back end left.
+/// Compares a call's outputs. Near a tie a new key's quantized value may round either way, which
+/// the output reflects: so caches are compared value for value, and the rest with the reference for
+/// the cache that the back end left.
 fn compare_with_cache(call: &Call, got: &Results, want: &Results) -> Result<Errors, String> {
     let (dtype, rounds) = (call.case.dtype, call.case.rounds_before_codes());
     let of_keys = row_scales(&got.scales, &want.scales, dtype, rounds)?;
@@ -197,7 +195,7 @@ fn compare_with_cache(call: &Call, got: &Results, want: &Results) -> Result<Erro
     compare_outputs(call, got, &want)
 }
 
-/// Compares outputs, of which one may be quantized.
+/// Compares outputs; one of them may be quantized.
 fn compare_outputs(call: &Call, got: &Outputs, want: &Outputs) -> Result<Errors, String> {
     let tolerance = Tolerance::of(&call.case);
     let Some(scale) = call.case.output_scale else { return compare(got, want, tolerance) };
@@ -234,8 +232,8 @@ pub fn sequences<B: Backend>(
     }
 }
 
-/// Runs `steps` steps on `backend` and the reference and compares all outputs, the cache among
-/// them, after each.
+/// Runs `steps` steps on `backend` and the reference, and compares all outputs and the cache after
+/// each.
 fn check_sequence(case: &Case, steps: usize, backend: &dyn Backend) -> Result<(), String> {
     let mut call = Call::new(case);
     for step in 0..steps {

@@ -1,6 +1,5 @@
 //! ONNX Attention, random calls over the product of its features: on the CPU back end and, through
-//! the planner, on the simulated machine, against the f64 reference. Each way to compute it is
-//! forced in turn.
+//! the planner, on the simulated machine, against the f64 reference. Each family is forced in turn.
 
 use gqa_host::DType;
 use gqa_host::backend::cpu::Cpu;
@@ -45,7 +44,7 @@ fn sim_flash_float32() {
     parity("sim, flash, float32", 300, flash, &Sim::default());
 }
 
-/// The same with rows enough for the Hopper family.
+/// The same with enough rows for the Hopper family.
 #[test]
 fn sim_hopper() {
     let prompts = attention_case(half_dtype(), 128, 40).prop_map(|case| {
@@ -84,8 +83,8 @@ fn sim_split_kv_masked() {
     parity("sim, splits, masked", 200, masked, &Sim::default().with_options(options));
 }
 
-/// Causal rows of which a bias hides every key that they see, by the lowest number: they see them
-/// all alike, which splits and their merge must not take for none.
+/// Causal rows whose bias is the lowest number on every visible key: all these keys get equal
+/// weights, and splits and their merge must not treat the row as empty.
 #[test]
 fn rows_hidden_by_the_lowest_number_are_rows_with_keys() {
     let mask = AttentionMask {

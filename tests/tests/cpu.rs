@@ -45,8 +45,8 @@ fn cpu_is_reference_for_large_heads() {
     parity("cpu, large heads", 300, case(any_dtype(), heads, 24), &Cpu::default());
 }
 
-/// The CPU back end on threads that take a call's parts from the last to the first, each twice, and
-/// one that is not there.
+/// The CPU back end with an executor that runs a call's parts from the last to the first, each
+/// twice, and one out of range.
 struct Backwards;
 
 impl Executor for Backwards {

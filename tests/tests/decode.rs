@@ -41,8 +41,8 @@ fn decode_is_reference_in_two_blocks_to_a_multiprocessor() {
     parity("sim, halves", 40, steps, &backend);
 }
 
-/// A long sequence, for which ranks ask for keys before they know how many there are, and short
-/// ones, which append among those.
+/// A long sequence, for which CTAs request keys before they know the length, and short ones, whose
+/// appended rows are among those.
 #[test]
 fn rows_among_keys_asked_for_ahead_are_appended_when_all_ranks_have_read() {
     let steps = (steps(200), 550..700usize).prop_filter_map("one sequence", |(case, long)| {
@@ -81,7 +81,7 @@ fn on(name: &str) -> Sim {
     Sim::default().with_device(DeviceInfo::known(name).expect("a known device"))
 }
 
-/// Tiles of 64 rows without `wgmma`, and blocks of four warps where larger ones have no room.
+/// Tiles of 64 rows without `wgmma`, and CTAs of four warps where larger ones do not fit.
 #[test]
 fn decode_is_reference_on_blackwell() {
     parity("sim, b200, more than 32 rows", 25, tall_steps(200), &on("b200"));
@@ -90,7 +90,7 @@ fn decode_is_reference_on_blackwell() {
     parity("sim, rtx5090, paged", 40, paged_steps(steps(40), 200), &on("rtx5090"));
 }
 
-/// In clusters, whose mailboxes take the place of queries and new rows, and without.
+/// In clusters, whose reduction buffers reuse the memory of queries and new tokens, and without.
 #[test]
 fn decode_is_reference_by_warps_of_16_rows() {
     let tall = || tall_steps(300);

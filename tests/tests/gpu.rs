@@ -42,7 +42,7 @@ fn long_sequences() {
     run("cuda, long", 150, case(half_dtype(), heads_up_to(128), 1500), PlanOptions::default());
 }
 
-/// Prompts and chunks long enough for the Hopper family, where the GPU is one.
+/// Prefills and chunks long enough for the Hopper family, on a Hopper GPU.
 #[test]
 #[ignore = "needs a GPU"]
 fn prompts_as_planned() {
@@ -64,7 +64,7 @@ fn prompts_of_wide_scores_as_planned() {
     }
 }
 
-/// Tiles of 176 keys, of which the planner makes use behind thousands of keys only.
+/// Tiles of 176 keys, which the planner uses only beyond thousands of keys.
 #[test]
 #[ignore = "needs a GPU"]
 fn prompts_in_large_tiles() {
@@ -90,14 +90,14 @@ fn prompts_in_parts() {
     }
 }
 
-/// Token steps of the decode family, where the GPU is a Hopper.
+/// Decode steps, on a Hopper GPU.
 #[test]
 #[ignore = "needs a GPU"]
 fn steps_as_planned() {
     run("cuda, steps", 2000, steps(1500), PlanOptions::default());
 }
 
-/// By the kernels that a GeForce RTX 5090 has room for.
+/// Kernels that fit a GeForce RTX 5090.
 #[test]
 #[ignore = "needs a GPU"]
 fn steps_in_little_shared_memory() {
@@ -109,7 +109,7 @@ fn steps_in_little_shared_memory() {
     parity("cuda, little shared memory, paged", 300, paged_steps(steps(40), 1500), &gpu);
 }
 
-/// As planned for GPUs without clusters, by the kernels that those get.
+/// Plans and kernels for GPUs without clusters.
 #[test]
 #[ignore = "needs a GPU"]
 fn steps_as_planned_for_ampere_and_ada() {
@@ -125,7 +125,7 @@ fn steps_as_planned_for_ampere_and_ada() {
     }
 }
 
-/// Prompts of any length, with a bias or a mask too, on `tiled` and `tiled_masked`.
+/// Prefills of any length, also with a bias or a mask, on `tiled` and `tiled_masked`.
 #[test]
 #[ignore = "needs a GPU"]
 fn prompts_as_planned_for_ampere_and_ada() {
@@ -142,7 +142,8 @@ fn prompts_as_planned_for_ampere_and_ada() {
     }
 }
 
-/// `tiled_tma` on Hopper, where it takes what `hopper` does not; one SM is full of short prompts.
+/// `tiled_tma` on Hopper, for calls that `hopper` does not support; with one SM, short prefills
+/// fill it.
 #[test]
 #[ignore = "needs a GPU"]
 fn prompts_of_negative_scale() {
@@ -152,7 +153,7 @@ fn prompts_of_negative_scale() {
     parity("cuda, negative scale", 500, prompts(256, 800).prop_map(negative), &gpu);
 }
 
-/// Kernels for GPUs whose tensor cores have float16 alone, and products of half the depth.
+/// Kernels for GPUs whose tensor cores support float16 only, with half the depth.
 #[test]
 #[ignore = "needs a GPU"]
 fn calls_as_planned_for_turing() {
@@ -165,7 +166,7 @@ fn calls_as_planned_for_turing() {
     parity("cuda, t4, masks", 200, masked, &gpu);
 }
 
-/// Of more than 32 packed query rows: by warpgroups, in up to two row tiles.
+/// More than 32 packed query rows: by warpgroups, in up to two row tiles.
 #[test]
 #[ignore = "needs a GPU"]
 fn tall_steps_as_planned() {
@@ -186,7 +187,7 @@ fn steps_in_clusters() {
     }
 }
 
-/// Caches of quantized values: by kernels that read them, and by all others from their numbers.
+/// Quantized caches: by kernels that read them directly, and by all others over dequantized copies.
 #[test]
 #[ignore = "needs a GPU"]
 fn quantized_caches() {
@@ -205,7 +206,7 @@ fn quantized_caches() {
     run("cuda, quantized prompts", 300, quantized(prompts(256, 400)), PlanOptions::default());
 }
 
-/// Prompts whose quantized values become halves on their way, and keys but those of float8, and no
+/// Prefills by the kernels that convert quantized values to float16 (except float8 keys), and by no
 /// other kernels.
 #[test]
 #[ignore = "needs a GPU"]
@@ -243,7 +244,7 @@ fn on_their_way(
     run("cuda, quantized blocks on their way", 300, blocks, paged);
 }
 
-/// Products of float8, by the kernels that compute them and no others.
+/// Float8 products, by the kernels for them and no others.
 #[test]
 #[ignore = "needs a GPU"]
 fn float8_products() {
@@ -258,7 +259,7 @@ fn float8_products() {
     }
 }
 
-/// Rolling KV caches: by every kernel, from step to step, and with more rows than a block of
+/// Rolling KV caches: by every kernel, over several steps, and with more rows than a CTA of
 /// `rolling_kv` moves at once.
 #[test]
 #[ignore = "needs a GPU"]
@@ -275,7 +276,7 @@ fn sliding_caches() {
     sequences("cuda, sliding sequences, quantized", 20, 12, codes, || cuda(off()));
 }
 
-/// Caches of blocks: by the kernels that read them, and by all others from their rows side by side.
+/// Paged caches: by the kernels that read them directly, and by all others over gathered rows.
 #[test]
 #[ignore = "needs a GPU"]
 fn paged_caches() {
@@ -297,7 +298,7 @@ fn paged_caches() {
     run("cuda, paged prompts, quantized", 500, codes, off());
 }
 
-/// Blocks read in place by the kernels of GPUs without wgmma, alone and behind decode steps.
+/// Blocks read in place by the kernels of GPUs without wgmma, alone and after decode steps.
 #[test]
 #[ignore = "needs a GPU"]
 fn paged_prompts_without_wgmma() {
@@ -314,7 +315,7 @@ fn paged_prompts_without_wgmma() {
     }
 }
 
-/// Nothing is appended, and there may be more tokens than keys.
+/// Calls that append nothing, possibly with more tokens than keys.
 #[test]
 #[ignore = "needs a GPU"]
 fn tokens_without_a_key() {
@@ -330,7 +331,7 @@ fn tokens_without_a_key() {
     run("cuda, reads of blocks by general kernels", 200, any, PlanOptions::default());
 }
 
-/// A mask over the new tokens: by the decode family, and by all others as a mask over all keys.
+/// A tree mask: by the decode family, and by all others as a mask over all keys.
 #[test]
 #[ignore = "needs a GPU"]
 fn trees_of_drafts() {
@@ -344,8 +345,7 @@ fn trees_of_drafts() {
     run("cuda, any trees", 400, any, PlanOptions::default());
 }
 
-/// Sequences of few tokens in the same call as a prompt, by two kernels one after the other and
-/// beside each other.
+/// Decode steps and a prefill in one call, by two kernels, sequential and concurrent.
 #[test]
 #[ignore = "needs a GPU"]
 fn mixed_batches() {
@@ -376,7 +376,7 @@ fn mixed_batches() {
     }
 }
 
-/// Output in float32 by the kernels for prompts, which `prompts` leaves out.
+/// float32 output by the prefill kernels, which `prompts` leaves out.
 #[test]
 #[ignore = "needs a GPU"]
 fn float32_output() {
@@ -402,11 +402,11 @@ fn the_cache_is_carried_from_step_to_step() {
     sequences("cuda, steps", 100, 12, steps(500), || cuda(PlanOptions::default()));
 }
 
-/// One graph a sequence, captured at its first token for all that the cache holds.
+/// One graph per sequence, captured at its first token for the whole cache.
 #[test]
 #[ignore = "needs a GPU"]
 fn a_graph_captured_once_serves_a_thousand_tokens() {
-    // Small, because the reference computes every token too.
+    // Small, because the reference computes every token as well.
     let tokens = steps(20).prop_map(|case| Case {
         q_len: 1,
         past: case.past.iter().map(|past| 1 + past % 20).collect(),
@@ -434,7 +434,7 @@ fn without_split_kv() {
     run("cuda, no split_kv", 600, case(half_dtype(), heads_up_to(256), 300), options);
 }
 
-/// `tiled_f32` where nothing asks for more than flash attention has.
+/// `tiled_f32`, for calls without further features.
 #[test]
 #[ignore = "needs a GPU"]
 fn float32_as_planned() {
@@ -463,7 +463,7 @@ fn large_heads() {
     run("cuda, large heads", 300, case(any_dtype(), heads, 60), PlanOptions::default());
 }
 
-/// `tiled_wide`, as planned and in parts of the keys.
+/// `tiled_wide`, as planned and with split keys.
 #[test]
 #[ignore = "needs a GPU"]
 fn wide_heads() {

@@ -1,4 +1,4 @@
-//! The Hopper family on the simulated machine, against the f64 reference: prompts and chunks long
+//! The Hopper family on the simulated machine, against the f64 reference: prefills and chunks long
 //! enough for it.
 
 use gqa_host::DType;
@@ -45,14 +45,14 @@ fn parts_of_the_keys_are_merged() {
     parity("sim, hopper, 5 parts", 20, prompts(256, 300), &sim(5));
 }
 
-/// The whole keys are a part, too, whose results are left in float32 for the merge.
+/// One split with all keys also writes float32 for the merge.
 #[test]
 fn output_in_float32_is_a_merge_of_parts() {
     let wide = |case| Case { float32_output: true, ..case };
     parity("sim, hopper, float32 output", 40, prompts(256, 200).prop_map(wide), &Sim::default());
 }
 
-/// Prompts as short as these take tiles of fewer rows and keys unless told otherwise.
+/// Such short prefills use tiles of fewer rows and keys unless forced.
 #[test]
 fn hopper_is_reference_in_tiles_for_long_prompts() {
     let forced = |kernel| PlanOptions { force: Some(kernel), ..PlanOptions::default() };
@@ -78,8 +78,8 @@ fn weights_may_exceed_what_the_first_tile_left_room_for() {
     parity("sim, hopper, weights overflow", 40, prompts_of_wide_scores(160, 9.0), &sim);
 }
 
-/// Prompts as short as these leave SMs idle, for which there are splits of dequantized keys, unless
-/// told otherwise.
+/// Such short prefills leave SMs idle, so that the planner would split dequantized keys, unless
+/// forced.
 #[test]
 fn quantized_values_become_halves_on_their_way() {
     let sim = |kernel| {
@@ -98,7 +98,7 @@ fn quantized_values_become_halves_on_their_way() {
     parity("sim, hopper, quantized, weights overflow", 8, wide, &sim(kernel));
 }
 
-/// Keys of float8 are multiplied as they are, by queries that are sums of two such numbers.
+/// Float8 keys are multiplied directly, by queries that are sums of two float8 values.
 #[test]
 fn keys_of_float8_stay_as_they_are() {
     let sim = |kernel| {

@@ -4,14 +4,14 @@
 use gqa_tests::hostile;
 use std::alloc::{GlobalAlloc, Layout, System};
 
-/// Memory as a small machine has it: large requests fail, so that whoever asks without being ready
-/// for that ends the process.
+/// An allocator that models a small machine: large requests fail, which aborts a process that is
+/// not prepared for it.
 struct Small;
 
-/// No call is so large that any of its tensors takes more.
+/// The largest tensor of any call.
 const LARGEST: usize = 64 << 20;
 
-// SAFETY: the system's allocator, or no memory at all.
+// SAFETY: the system's allocator, or null.
 unsafe impl GlobalAlloc for Small {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         match layout.size() {

@@ -48,15 +48,15 @@ fn prompts_on_hopper() {
     parity("sim, paged prompts", 20, cases, &Sim::default());
 }
 
-/// Of quantized values, whose numbers lie in blocks of their own.
+/// Quantized caches, whose dequantized values are in new blocks.
 #[test]
 fn prompts_of_codes_on_hopper() {
     let cases = paged_prompts(quantized(case(half_dtype(), heads_up_to(128), 24)), 60);
     parity("sim, paged prompts, quantized", 20, cases, &Sim::default());
 }
 
-/// Each block takes many work tiles, whose descriptions it may not write over before all have read
-/// them.
+/// Each CTA takes many work tiles, whose descriptions it must not overwrite before all threads have
+/// read them.
 #[test]
 fn prompts_on_few_multiprocessors() {
     let device = DeviceInfo { multiprocessors: 2, ..DeviceInfo::h200() };
@@ -65,7 +65,7 @@ fn prompts_on_few_multiprocessors() {
     parity("sim, 2 SMs, paged prompts", 20, cases, &sim);
 }
 
-/// Each kernel leaves out the sequences of the other one.
+/// Each kernel skips the sequences of the other one.
 #[test]
 fn mixed_batches() {
     let small = DeviceInfo { multiprocessors: 2, ..DeviceInfo::h200() };
@@ -82,7 +82,7 @@ fn mixed_batches() {
     }
 }
 
-/// Row tiles are those of a few of many sequences.
+/// Row tiles that belong to a few of many sequences.
 #[test]
 fn crowds() {
     for slow in [2, 132].map(slow_device) {
@@ -100,7 +100,7 @@ fn as_planned_for_ampere() {
     parity("sim, a100, paged", 100, cases, &Sim::default().with_device(device));
 }
 
-/// Where they lie, by the kernels of GPUs without wgmma.
+/// Read in place, by the kernels of GPUs without wgmma.
 #[test]
 fn prompts_on_ampere() {
     for name in ["a100", "rtx4090"] {
@@ -113,7 +113,7 @@ fn prompts_on_ampere() {
     }
 }
 
-/// The decode kernel first, and then that of prompts.
+/// The decode kernel first, then the prefill kernel.
 #[test]
 fn mixed_batches_on_ampere() {
     let ampere = DeviceInfo::known("a100").expect("a known device");
@@ -147,7 +147,7 @@ fn decode_reads_blocks() {
     }
 }
 
-/// Tokens of a call that appends nothing may be more than the sequence's keys.
+/// A call that appends nothing may have more tokens than keys.
 #[test]
 fn tokens_without_a_key() {
     let sizes = [64, 128, 256];

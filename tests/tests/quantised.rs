@@ -51,7 +51,7 @@ fn prompts_in_products_of_float8() {
     }
 }
 
-/// Scores so far apart that weights of a later tile are infinite before their reference rises.
+/// Scores so far apart that P overflows in a later tile before the reference is rescaled.
 #[test]
 fn wide_scores_in_products_of_float8() {
     for (dtype, tile, kernel) in float8_kernels() {
@@ -70,7 +70,7 @@ fn wide_scores_in_products_of_float8() {
     }
 }
 
-/// What the launch that rounds does besides is what launches of their own do.
+/// The extra work of the launch that dequantizes equals that of separate launches.
 #[test]
 fn operands_of_float8_rotated_and_appended_on_the_way() {
     for (dtype, tile, kernel) in float8_kernels() {

@@ -27,7 +27,7 @@ fn memory_efficient() {
     parity("sim, general", 800, case(any_dtype(), heads_up_to(96), 24), &sim(options));
 }
 
-/// A GPU whose kernels all are older than Hopper.
+/// A GPU with kernels older than Hopper only.
 fn ampere(options: PlanOptions) -> Sim {
     sim(options).with_device(DeviceInfo::known("a100").expect("a known device"))
 }
@@ -38,7 +38,7 @@ fn as_planned_for_ampere() {
     parity("sim, a100", 400, cases, &ampere(PlanOptions::default()));
 }
 
-/// Prompts take tiles that come by TMA, where there are some of their head size.
+/// Prefills use TMA tiles, for head sizes that have them.
 #[test]
 fn as_planned_for_blackwell() {
     let b200 = DeviceInfo::known("b200").expect("a known device");
@@ -50,7 +50,7 @@ fn as_planned_for_blackwell() {
     parity("sim, b200, one SM, prompts", 80, prompts(256, 150), &one_sm);
 }
 
-/// Of tensor cores it has those of float16, and little shared memory.
+/// Its tensor cores support float16 only, and it has little shared memory.
 #[test]
 fn as_planned_for_turing() {
     let device = DeviceInfo::known("t4").expect("a known device");
@@ -64,14 +64,14 @@ fn without_split_kv() {
     parity("sim, tiled only", 400, case(half_dtype(), heads_up_to(96), 90), &ampere(options));
 }
 
-/// `tiled_f32` where nothing asks for more than flash attention has.
+/// `tiled_f32`, for calls without further features.
 #[test]
 fn float32_as_planned() {
     let cases = case(Just(DType::F32).boxed(), heads_up_to(192), 90);
     parity("sim, float32", 400, cases, &sim(PlanOptions::default()));
 }
 
-/// Output in float32, by every family that has it.
+/// float32 output, by every family that supports it.
 #[test]
 fn float32_output() {
     let wide = |case| Case { float32_output: true, ..case };
@@ -89,7 +89,7 @@ fn float32_output() {
     parity("sim, unfused, float32 output", 100, plain, &sim(unfused));
 }
 
-/// Output in float8e4m3fn times a scale: by kernels of Hopper, and by a launch behind others.
+/// float8e4m3fn output with a scale: by Hopper kernels, and by a launch after others.
 #[test]
 fn quantized_outputs() {
     let planned = sim(PlanOptions::default());
@@ -111,7 +111,7 @@ fn separate_prologue() {
     parity("sim, unfused", 400, case(any_dtype(), heads_up_to(64), 24), &sim(options));
 }
 
-/// Few, which a warp merges, and more, which a block does.
+/// Few splits, which a warp merges, and more, which a CTA merges.
 #[test]
 fn splits() {
     let sim = |splits| ampere(PlanOptions { splits: Some(splits), ..PlanOptions::default() });
@@ -136,15 +136,15 @@ const HOPPER: [Family; 6] = [
     Family::HopperFloat8,
 ];
 
-/// A call of every kernel, in parts that run beside each other.
+/// A call of every kernel, as concurrent launches.
 fn every_kernel(name: &str, is_wanted: impl Fn(Family) -> bool) {
     let is_wanted = |entry: &Entry| is_of_attention(entry) && is_wanted(entry.family);
     let (name, h200) = (format!("sim, each kernel, {name}"), DeviceInfo::h200());
     every_entry(&name, 1, &h200, is_wanted, is_short, |options| Box::new(sim(options)));
 }
 
-/// A call that is simulated in seconds; with `PARITY_FULL`, any. A long prompt by a kernel for few
-/// rows takes five seconds, and each shape of that kernel would run it.
+/// A call that simulates in seconds; with `PARITY_FULL`, any. A long prefill on a kernel for few
+/// rows takes five seconds, for each shape of that kernel.
 fn is_short(p: &Problem) -> bool {
     const MOST_PRODUCTS: usize = 1 << 24;
     let is_full = std::env::var_os("PARITY_FULL").is_some();
@@ -172,7 +172,7 @@ fn every_kernel_of_other_families() {
     every_kernel("others", |family| !others.contains(&family));
 }
 
-/// `tiled_wide`: every shape that some GPU takes, and parts of the keys.
+/// `tiled_wide`: every shape that some GPU uses, and split keys.
 #[test]
 fn wide_heads() {
     let cases = |rows| case(half_dtype(), heads_in(264..=512), rows);

@@ -1,5 +1,4 @@
-//! A mask over the new tokens on every back end, against the f64 reference: trees of drafts, and
-//! masks of any bits.
+//! A tree mask on every back end, against the f64 reference: trees of drafts, and random masks.
 
 use gqa_host::backend::cpu::Cpu;
 use gqa_host::backend::sim::Sim;

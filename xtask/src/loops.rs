@@ -1,17 +1,17 @@
-//! What the assembler made of Hopper's loops over key tiles, which nobody sees in PTX: how often
-//! registers are copied to those of a warp, and how late the products are waited for. Both have
-//! cost several per cent of prefill's time without a test that failed.
+//! Checks the machine code of Hopper's loops over key tiles for what PTX does not show: copies to
+//! uniform registers, and late waits for products. Both have cost several per cent of prefill's
+//! time without a test that failed.
 
 use crate::place;
 use anyhow::{Result, bail, ensure};
 use gqa_ptx::{Loop, Nvdisasm};
 use std::path::PathBuf;
 
-/// Copies to the registers of a warp in a loop: more than these are descriptors of products, which
-/// should be there already (`docs/results/2026-11-27-h100-float8`).
+/// More copies to uniform registers in a loop than this are descriptors of products that should
+/// already be in uniform registers (`docs/results/2026-11-27-h100-float8`).
 const MOST_COPIES: usize = 9;
 
-/// Entries, without their element type, that wait for the output behind at least so many
+/// Entries, without their element type, that wait for the output behind at least this many
 /// exponentials (`docs/results/2026-11-28-h100-late-wait`).
 const LATE_WAITS: [(&str, usize); 7] = [
     ("gqa_hopper_d128", 32),
@@ -23,8 +23,8 @@ const LATE_WAITS: [(&str, usize); 7] = [
     ("gqa_hopper_paged_quantized_d128", 32),
 ];
 
-/// Looks at the binaries of modules that were assembled for Hopper. Where there is no disassembler
-/// and none can be installed, it says so.
+/// Checks the binaries of modules assembled for Hopper. Reports it if no disassembler is found or
+/// can be installed.
 pub fn check(cubins: &[PathBuf]) -> Result<()> {
     if cubins.is_empty() {
         return Ok(());
@@ -39,7 +39,7 @@ pub fn check(cubins: &[PathBuf]) -> Result<()> {
     let mut loops = Vec::new();
     for cubin in cubins {
         let found = nvdisasm.loops(cubin)?;
-        // Else a disassembler that writes otherwise would find nothing wrong.
+        // Otherwise a disassembler with another format would find nothing wrong.
         ensure!(!found.is_empty(), "{}: no loop over key tiles was found", cubin.display());
         loops.extend(found);
     }

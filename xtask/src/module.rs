@@ -34,9 +34,9 @@ impl Module {
         format!("{}.{}", self.family_name(), self.target.arch)
     }
 
-    /// Compiles it and writes the registry's launch bounds into it.
+    /// Compiles the module and writes the registry's launch bounds into its PTX.
     pub fn build(self, toolchain: &Toolchain, quick: bool) -> Result<Built> {
-        // Builds wait for each other where they share a folder.
+        // Builds that share a folder wait for each other.
         let folder = place::target().join(format!("ptx/{}", parallel::worker()));
         let builder = Builder::new(toolchain, place::kernels(), folder);
         let features = [self.target.feature, "quick"];
@@ -58,7 +58,8 @@ impl Module {
         Ok(built)
     }
 
-    /// Whether the target has what an entry of the registry needs. Others are an error later on.
+    /// Whether the target has the features that a registry entry needs. Unknown features are an
+    /// error later.
     fn runs(self, name: &str) -> bool {
         let (sm, _) = registry::number(self.target.arch);
         registry::find(name).is_none_or(|entry| entry.min_sm <= sm)
@@ -75,7 +76,7 @@ impl Module {
         })
     }
 
-    /// Entries of the registry that the PTX has not.
+    /// Registry entries that the PTX lacks.
     fn missing(self, ptx: &str) -> Vec<&'static str> {
         let there: BTreeSet<String> = post::entry_names(ptx).into_iter().collect();
         let wanted = registry::entries()

@@ -3,8 +3,8 @@
 use rayon::prelude::*;
 use std::cmp::Reverse;
 
-/// What `work` makes of each of the jobs, in their order. Those of the greatest `cost` begin first,
-/// or all would wait for one that happens to come last.
+/// Runs `work` on each of the jobs; returns the results in order. The most costly jobs start first,
+/// so that none of them starts last.
 pub fn longest_first<J: Send, R: Send>(
     jobs: Vec<J>,
     cost: impl Fn(&J) -> u64,

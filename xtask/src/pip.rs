@@ -1,5 +1,5 @@
-//! Python packages from a registry, each with the hashes that its files may have: they are listed
-//! in `xtask/requirements`, as `docs/development.md` says.
+//! Installs Python packages from a registry, with the hashes listed in `xtask/requirements`;
+//! `docs/development.md` describes the lists.
 
 use crate::place;
 use anyhow::{Context, Result, bail};
@@ -7,15 +7,15 @@ use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-/// What pip says of a file that is not the one in the list.
+/// pip's message for a file whose hash is not in the list.
 const OTHER_FILE: &str = "DO NOT MATCH THE HASHES";
 
 /// The interpreter of a virtual environment with the packages of `requirements/LIST.txt`, which is
-/// kept for the next time; `None` where there is no python3, or no registry can be reached.
+/// reused; `None` where there is no python3, or no registry can be reached.
 ///
 /// # Errors
 ///
-/// Where the registry gives another file than the list names.
+/// Where the registry serves a file whose hash is not in the list.
 pub fn environment(name: &str, list: &str) -> Result<Option<PathBuf>> {
     let folder = place::target().join("python").join(name);
     let python = folder.join("bin/python");
@@ -27,7 +27,7 @@ pub fn environment(name: &str, list: &str) -> Result<Option<PathBuf>> {
     Ok(installed.then_some(python))
 }
 
-/// Installs a wheel that was built here, whose requirements are there already.
+/// Installs a locally built wheel, whose requirements are already installed.
 pub fn install_wheel(python: &Path, wheel: &Path) -> Result<()> {
     let built = ["install", "--no-index", "--no-deps", "--force-reinstall"];
     match made(pip(python, &built).arg(wheel))? {
@@ -36,7 +36,7 @@ pub fn install_wheel(python: &Path, wheel: &Path) -> Result<()> {
     }
 }
 
-/// A list names every package, those that others require among them.
+/// A list includes all dependencies, so that pip must not add any.
 const LISTED: [&str; 4] = ["install", "--require-hashes", "--no-deps", "--requirement"];
 
 fn pip(python: &Path, arguments: &[&str]) -> Command {
@@ -45,7 +45,7 @@ fn pip(python: &Path, arguments: &[&str]) -> Command {
     pip
 }
 
-/// Whether a program of Python ran and succeeded; `false` where it is not there.
+/// Whether a Python program ran and succeeded; `false` if it is missing.
 fn made(command: &mut Command) -> Result<bool> {
     let output = match command.stdin(Stdio::null()).output() {
         Ok(output) => output,
@@ -65,7 +65,7 @@ mod tests {
     use super::*;
     use std::fs;
 
-    /// The lists of this crate, and those of the crate that installs programs of the toolkit.
+    /// The lists of this crate, and those of the crate that installs CUDA tools.
     fn lists() -> Vec<PathBuf> {
         let folders = [place::requirements(), place::root().join("crates/gqa-ptx/requirements")];
         let files = folders.iter().flat_map(|folder| fs::read_dir(folder).unwrap());

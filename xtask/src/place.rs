@@ -41,7 +41,7 @@ pub fn target() -> PathBuf {
         .map_or_else(|| root().join("target"), |folder| root().join(folder))
 }
 
-/// Where programs of the CUDA toolkit are installed if the machine has none.
+/// Where CUDA tools are installed if the machine has none.
 pub fn cuda_tools() -> PathBuf {
     target().join("cuda-tools")
 }

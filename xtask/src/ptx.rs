@@ -1,4 +1,4 @@
-//! `cargo xtask ptx`: from the kernels to the PTX that gqa-host ships, and whether the two still
+//! `cargo xtask ptx`: compiles the kernels to the PTX that gqa-cuda ships, or checks that the two
 //! agree.
 
 use crate::module::Module;
@@ -14,10 +14,10 @@ use std::{fs, io};
 
 #[derive(ClapArgs, Default)]
 pub struct Args {
-    /// Head size 128 only: for short rounds, not for shipping.
+    /// Head size 128 only: for short rounds, not for release.
     #[arg(long, conflicts_with = "check")]
     quick: bool,
-    /// Write nothing; compare what the kernels give with what is shipped, byte for byte.
+    /// Writes nothing; compares fresh PTX with the shipped PTX, byte for byte.
     #[arg(long)]
     check: bool,
     /// Only modules for this GPU, e.g. sm_90a.
@@ -59,8 +59,8 @@ pub fn run(args: &Args) -> Result<()> {
     if args.check { check(compiled, &modules, args) } else { write(compiled, args) }
 }
 
-/// What `cargo xtask test` asks for: compiles everything again only where the manifest is of other
-/// sources, as a check that says what differs, or if `full`.
+/// The check of `cargo xtask test`: recompiles everything only if the manifest has other sources,
+/// and reports differences, or if `full`.
 pub fn check_shipped(full: bool) -> Result<()> {
     let (manifest, source) = (Manifest::read(&place::manifest())?, source_hash(&place::kernels())?);
     let is_of_source =
@@ -163,14 +163,14 @@ impl Compiler {
     }
 }
 
-/// Shows warnings, of which most are the same for every module.
+/// Prints warnings; most are the same for every module.
 fn warn(compiled: &[Compiled]) {
     let all = compiled.iter().flat_map(|module| module.warnings.split("\n\n"));
     let different: BTreeSet<_> = all.filter(|warning| !warning.trim().is_empty()).collect();
     different.iter().for_each(|warning| eprintln!("{warning}\n"));
 }
 
-/// Files of kernels that the manifest does not name.
+/// Files of kernels that the manifest does not list.
 fn strays(manifest: &Manifest) -> Result<Vec<PathBuf>> {
     let kernels = manifest.modules.iter().flat_map(|module| &module.kernels);
     let named: BTreeSet<_> = kernels.map(|kernel| place::shipped().join(&kernel.file)).collect();
@@ -220,8 +220,8 @@ fn rows_without_module(manifest: &Manifest, modules: &[Module]) -> Vec<String> {
     unknown.map(|name| format!("  {name}: the registry has no such module")).collect()
 }
 
-/// How what is shipped differs from a fresh build; `None` if it does not, or if another compiler
-/// made it, which may write other text for the same source.
+/// How the shipped PTX differs from a fresh build; `None` if it does not, or if another compiler
+/// version made it, which may write other text for the same source.
 fn difference(manifest: &Manifest, fresh: &gqa_ptx::Module, text: &str) -> Result<Option<String>> {
     let Some(row) = manifest.module(&fresh.name()) else {
         return Ok(Some("not in the manifest".into()));

@@ -1,4 +1,4 @@
-//! `cargo xtask ptxas`: what each entry costs on each GPU.
+//! `cargo xtask ptxas`: registers, spills and shared memory of each entry on each GPU.
 
 use crate::loops;
 use crate::parallel::longest_first;
@@ -10,7 +10,7 @@ use gqa_ptx::{Manifest, Module, Ptxas, Report, Usage};
 use std::fs;
 use std::path::PathBuf;
 
-/// Oldest GPU of today's assembler: what is older is assembled for this one.
+/// The oldest GPU that today's assembler supports; older targets are assembled for it.
 const OLDEST: u32 = 75;
 /// Assembled for besides the module's own. `sm_121a` is left out: of the 214 entries that were
 /// compared each has the code of `sm_120a`, to the byte.
@@ -97,7 +97,7 @@ pub struct Args {
     family: Vec<String>,
 }
 
-/// Assembles modules, and writes into the manifest that they were found good.
+/// Assembles modules, and records success in the manifest.
 pub fn run(args: &Args) -> Result<()> {
     let ptxas = Ptxas::find_or_install(&place::cuda_tools())?;
     let mut manifest = Manifest::read(&place::manifest())?;
@@ -113,13 +113,13 @@ pub fn run(args: &Args) -> Result<()> {
     Ok(manifest.write(&place::manifest())?)
 }
 
-/// What `cargo xtask test` asks for: assembles what was not assembled before as it is now, or
+/// The check of `cargo xtask test`: assembles PTX that was not assembled in its present form, or
 /// everything if `full`. `Some` is the reason why nothing was.
 pub fn check(full: bool) -> Result<Option<String>> {
     let mut modules = Manifest::read(&place::manifest())?.modules;
     modules.retain(|module| full || !module.is_assembled());
     if modules.is_empty() {
-        println!("every module was assembled as it is; not assembled again");
+        println!("every module is unchanged since it was assembled; not assembled again");
         return Ok(None);
     }
     match Ptxas::find_or_install(&place::cuda_tools()) {
@@ -144,7 +144,7 @@ fn assembled() -> PathBuf {
     place::target().join("ptx/assembled")
 }
 
-/// The binaries of those modules that multiply by `wgmma`.
+/// Binaries of the modules that use `wgmma`.
 fn cubins_of_hopper(modules: &[Module]) -> Vec<PathBuf> {
     let hopper = modules.iter().filter(|module| module.family.starts_with("hopper"));
     let name = |module: &Module| format!("{}.{}.cubin", module.name(), module.arch);
@@ -169,8 +169,8 @@ fn assemble(ptxas: &Ptxas, modules: &[Module]) -> Result<Vec<Assembled>> {
     Ok(done.into_iter().collect::<Result<_, _>>()?)
 }
 
-/// The module's own GPU and the newer ones that run it; with an `a`, a module runs on its own only.
-/// A GPU takes kernels with clusters from the newest module that it runs, and from no other.
+/// The module's own GPU and the newer ones that run it; a module for a target with an `a` runs on
+/// its own GPU only. A GPU takes kernels with clusters only from the newest module that it runs.
 fn targets(module: &Module) -> Vec<String> {
     let (own, only) = number(&module.arch);
     if only {
@@ -178,7 +178,7 @@ fn targets(module: &Module) -> Vec<String> {
     }
     let mut entries = module.kernels.iter().filter_map(|kernel| registry::find(&kernel.name));
     let entry = entries.next();
-    // What is compiled for one architecture may need a newer driver than that has.
+    // A module for one architecture may need a newer driver than the machine has.
     let replaces = |other: &Target, sm: u32| {
         let (newer, only) = number(other.arch);
         newer > own && !only && other.runs_on(sm)
@@ -233,7 +233,7 @@ fn problems(assembled: &Assembled) -> Vec<String> {
             u.entry, u.stack, u.spill_stores, u.spill_loads
         )
     });
-    // A warning that names no entry of the registry may be about any of them.
+    // A warning without an entry's name may concern any entry.
     let about_cold = |text: &str| {
         registry::entries().any(|entry| !entry.hot && text.contains(&format!("'{}'", entry.name)))
     };
@@ -282,10 +282,10 @@ mod tests {
             let kernel = Kernel { name: name.into(), file: String::new(), sha256: String::new() };
             targets(&Module { kernels: vec![kernel], ..module(arch) })
         };
-        // GPUs that take a newer target's are left to that.
+        // GPUs covered by a newer target are left to it.
         assert_eq!(of("gqa_tiled_f16_d64", "sm_75"), ["sm_75"]);
         assert_eq!(of("gqa_decode_f16_d128_r8", "sm_80"), ["sm_80", "sm_89"]);
-        // But for what one architecture alone runs, whose driver may be too old for it.
+        // Except for modules that only one architecture runs, whose driver may be too old for them.
         assert_eq!(of("gqa_tiled_f16_d64", "sm_80"), [&["sm_80"][..], &newer].concat());
     }
 

@@ -5,13 +5,13 @@ use anyhow::{Context, Result, bail};
 use gqa_kernels::registry;
 use gqa_ptx::{Manifest, Ratchet, inspect};
 
-/// Of an error, so that its head can still be read.
+/// The most lines of an error, so that its beginning stays visible.
 const MOST_LINES: usize = 60;
 
 pub fn run(bless: bool) -> Result<()> {
     let now = shipped()?;
     let entries = now.entries().count();
-    refuse(rules(&now), "entries marked hot break rules that no blessing lifts")?;
+    refuse(rules(&now), "hot entries break rules that --bless does not override")?;
     let differences = Ratchet::read(&place::ratchet())?.differences(&now);
     if bless {
         differences.iter().for_each(|line| println!("{line}"));
@@ -36,7 +36,7 @@ fn shipped() -> Result<Ratchet> {
     Ok(ratchet)
 }
 
-/// What no hot entry may hold: local memory, calls, accesses through pointers of unknown origin.
+/// Counts that must be zero in hot entries: local memory, calls, generic memory accesses.
 fn rules(ratchet: &Ratchet) -> Vec<String> {
     let forbidden = |name: &str| {
         name == inspect::LOCAL_BYTES || name.starts_with("call") || inspect::is_generic_access(name)

@@ -1,5 +1,5 @@
-//! Steps of a longer task: each is announced, timed and summed up at the end, and a failure does
-//! not hide the steps after it.
+//! Steps of a longer task: each is announced, timed and listed at the end, and a failure does not
+//! hide later steps.
 
 use anyhow::{Context, Result, bail};
 use std::process::Command;
@@ -22,7 +22,7 @@ impl Steps {
         self.run_or_skip(name, || step().map(|()| None));
     }
 
-    /// Runs a step, which may fail or give the reason why it was skipped.
+    /// Runs a step, which may fail or return the reason why it was skipped.
     pub fn run_or_skip(
         &mut self,
         name: &'static str,

@@ -8,7 +8,7 @@ use std::process::Command;
 
 const TARGETS: [&str; 2] = ["aarch64-unknown-linux-gnu", "x86_64-pc-windows-msvc"];
 
-/// Checks the code for those whose standard library rustup has installed.
+/// Checks the code for the targets whose standard library rustup has installed.
 pub fn check() -> Result<Option<String>> {
     let libraries = libraries()?;
     let (installed, missing): (Vec<_>, Vec<_>) =

@@ -1,4 +1,4 @@
-//! `cargo xtask test`: what CI runs first; behind it, it runs the same with `--integrations`.
+//! `cargo xtask test`: the first step of CI; the second is the same with `--integrations`.
 
 use crate::integrations::{self, EXCLUDED};
 use crate::step::{Steps, shown};
@@ -13,11 +13,11 @@ use std::process::{Command, Stdio};
 
 #[derive(ClapArgs)]
 pub struct Args {
-    /// Also compile and assemble PTX that is of these very sources, run four times as many random
-    /// calls, build without the simulator, for other targets and from packages.
+    /// Also compile and assemble PTX from these sources, run four times as many random calls, build
+    /// without the simulator, for other targets and from packages.
     #[arg(long)]
     full: bool,
-    /// Only try the kernels in programs of others, which are built or installed for it.
+    /// Only test the integrations, which are built or installed first.
     #[arg(long, conflicts_with = "full")]
     integrations: bool,
 }
@@ -64,8 +64,7 @@ pub fn run(args: &Args) -> Result<()> {
     steps.finish()
 }
 
-/// What `cargo gqa` builds, and the library without kernels: nothing else here leaves the simulator
-/// out.
+/// Builds `cargo gqa`, and the library without kernels: all other steps include the simulator.
 fn without_simulator() -> Result<()> {
     let clippy = |target: &[&str]| {
         let command = [&["clippy", "--no-default-features"], target, &["--", "-Dwarnings"]];
@@ -89,7 +88,7 @@ pub fn over_workspace(words: &[&str]) -> Command {
     command
 }
 
-/// Where tests can run. Those that need a GPU are ignored unless they are asked for.
+/// Runs the tests. Tests that need a GPU are ignored unless requested.
 enum Where {
     Anywhere,
     Gpu,
@@ -127,7 +126,7 @@ fn gpu_tests() -> Result<Option<String>> {
     tests(Where::Gpu, true).map(|()| None)
 }
 
-/// Makes the `onnx` package's node cases again, where python3 has that version of the package.
+/// Regenerates the `onnx` package's node cases, if python3 has that version of the package.
 fn node_cases() -> Result<Option<String>> {
     let script = |option| {
         let mut command = Command::new("python3");
@@ -141,7 +140,7 @@ fn node_cases() -> Result<Option<String>> {
     shown(&mut script("--check")).map(|()| None)
 }
 
-/// What the bench scripts do where there is nothing to be measured.
+/// Runs the bench scripts without a GPU, where they measure nothing.
 fn bench_scripts() -> Result<Option<String>> {
     let python = || {
         let mut command = Command::new("python3");

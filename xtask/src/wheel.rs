@@ -96,7 +96,7 @@ fn build(library: &Path, dist: &Path) -> Result<PathBuf> {
     older(dist, Package::Onnxruntime)?.pop().context("pip made no wheel")
 }
 
-/// The systems that have what the library needs of the C library, as wheels name them.
+/// The platform tag of the wheel, from the C library version that the library needs.
 fn platform(library: &Path) -> Result<String> {
     let output = Command::new("objdump").arg("-T").arg(library).output();
     let output = output.context("cannot start objdump, of binutils")?;
@@ -106,7 +106,7 @@ fn platform(library: &Path) -> Result<String> {
     Ok(format!("manylinux_{major}_{minor}_{ARCH}"))
 }
 
-/// The newest version of the C library in a list of symbols.
+/// The newest C library version in a list of symbols.
 fn newest(symbols: &str) -> Option<(u32, u32)> {
     let version = |text: &str| {
         let end = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());

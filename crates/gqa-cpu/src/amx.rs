@@ -1,10 +1,10 @@
 //! Tiles of AMX: matrices of 16 rows of 64 bytes in registers, and products of them.
 //!
-//! rustc's intrinsics for them are not stable, so instructions are written here. When registers are
-//! configured is said in `tiles`.
+//! rustc's intrinsics for them are not stable, so instructions are written here. `tiles` configures
+//! the registers.
 //!
-//! A product takes 32 entries at a time: of each tile register there are two for entries, and two
-//! for vectors of rows, of which a panel has two.
+//! A product takes 32 entries at a time. Two tile registers hold factors, two hold vectors of rows,
+//! and four hold the sums.
 //!
 //! ```text
 //!             by: tmm6, tmm7       16 pairs (of 16 rows each)
@@ -41,13 +41,13 @@ impl Amx {
     }
 }
 
-/// Whether the processor has tiles of bfloat16, and the system saves them.
+/// Whether the processor has AMX for bfloat16, and the system saves its state.
 fn has_tiles() -> bool {
     const AMX_BF16: u32 = 1 << 22;
     const AMX_TILE: u32 = 1 << 24;
     /// Of tiles' shapes, and of their contents.
     const STATE: u64 = 1 << 17 | 1 << 18;
-    /// Whether the system has switched on what `xgetbv` reads.
+    /// Whether the system has enabled `xgetbv`.
     const OSXSAVE: u32 = 1 << 27;
     const FEATURES: u32 = 7;
     if __get_cpuid_max(0).0 < FEATURES || __cpuid(1).ecx & OSXSAVE == 0 {
@@ -59,13 +59,13 @@ fn has_tiles() -> bool {
     features & AMX_BF16 != 0 && features & AMX_TILE != 0 && saved & STATE == STATE
 }
 
-/// Whether the system lets this process use tiles, which it is asked for.
+/// Asks the system to let this process use AMX tiles; whether it does.
 #[cfg(target_os = "linux")]
 fn is_permitted() -> bool {
-    /// Of `arch_prctl`: asks for the use of a part of the processor's state.
+    /// The `arch_prctl` request for a part of the processor's state.
     const ARCH_REQ_XCOMP_PERM: libc::c_long = 0x1023;
     const XFEATURE_XTILEDATA: libc::c_long = 18;
-    // SAFETY: it takes two numbers, and refuses what it does not know
+    // SAFETY: the call takes two integers, and refuses an unknown request
     unsafe { libc::syscall(libc::SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0 }
 }
 
@@ -74,13 +74,13 @@ fn is_permitted() -> bool {
     false
 }
 
-/// Lets rows that are multiplied in pairs see a range of keys.
+/// Attention of rows over a range of keys, with products of bfloat16 pairs.
 pub(super) fn attend(amx: Amx, attend: Attend<'_>) {
-    // SAFETY: there is an `Amx`, so the processor has all of them
+    // SAFETY: an `Amx` exists only where the processor has these features
     unsafe { with_features(amx, attend) }
 }
 
-/// What `V4` stands for, and conversions to bfloat16.
+/// The features of `V4`, and conversions to bfloat16.
 #[target_feature(enable = "avx512f,avx512bw,avx512cd,avx512dq,avx512vl,avx512bf16")]
 #[target_feature(enable = "avx2,fma,bmi1,bmi2,lzcnt,popcnt")]
 fn with_features(amx: Amx, attend: Attend<'_>) {
@@ -148,16 +148,16 @@ impl Multiply<V4, 2> for Amx {
             let factors = &factors[i * TOGETHER * stride..];
             let read = (TOGETHER - 1) * stride + by.len() * PAIRS;
             assert!(read <= factors.len(), "factors of {TOGETHER} entries");
-            // SAFETY: all factors that are read are there, as was asserted; tiles have their shapes
+            // SAFETY: the assertion bounds the factors that are read; tiles have their shapes
             unsafe { multiply(factors.as_ptr(), stride, by, mode, to) };
         }
     }
 }
 
-/// Of numbers of two vectors the nearest of bfloat16, the first in the low half of a lane.
+/// Rounds two vectors to bfloat16; the first goes to the low half of each lane.
 #[inline(always)]
 pub(super) fn bf16_pairs(first: __m512, second: __m512) -> __m512 {
-    // SAFETY: what has these pairs has the instructions, and is run by `with_bf16`
+    // SAFETY: only `with_bf16` calls this, where the processor has the instructions
     unsafe {
         let side_by_side: __m512i = std::mem::transmute(_mm512_cvtne2ps_pbh(second, first));
         let order = _mm512_setr_epi32(
@@ -182,7 +182,7 @@ pub(super) fn bf16_pairs(first: __m512, second: __m512) -> __m512 {
     }
 }
 
-/// Where the two numbers of a lane are when one vector's are behind the other's.
+/// The lane permutation that interleaves two vectors, one stored after the other.
 const fn at(lane: i32) -> i32 {
     lane | (lane + 16) << 16
 }
@@ -191,8 +191,8 @@ const fn at(lane: i32) -> i32 {
 ///
 /// # Safety
 ///
-/// The thread's registers have [`Shapes::PRODUCT`]. From `factors` on, and from 31 places more on
-/// that are `stride` apart, there are as many numbers as `by` has.
+/// The thread's registers have [`Shapes::PRODUCT`]. `factors` has 32 rows, `stride` elements apart,
+/// each as long as `by`.
 #[inline(always)]
 unsafe fn multiply(
     factors: *const u32,
@@ -205,7 +205,7 @@ unsafe fn multiply(
         return;
     }
     let to = to.as_mut_ptr();
-    // SAFETY: 32 entries of two vectors are read and written, and what the caller says
+    // SAFETY: the loop touches 32 entries of two vectors; the caller guarantees the rest
     unsafe {
         asm!(
             "test {add:e}, {add:e}",

@@ -16,7 +16,8 @@ use super::singles::Singles;
 use pulp::{Simd, WithSimd};
 use std::ops::Range;
 
-/// Lets all rows see a range of keys, by those instructions. `write` takes what that gives each.
+/// Attention of all rows over a range of keys, with these instructions. `write` receives each row's
+/// result.
 pub fn attend(
     instructions: Instructions,
     rows: &dyn Rows,
@@ -38,7 +39,8 @@ impl WithSimd for Attend<'_> {
     fn with_simd<S: Simd>(self, simd: S) {
         let many_registers = S::REGISTER_COUNT >= 32;
         match self.rows.count() {
-            // Up to half of the lanes, sums over lanes cost less than lanes without a row.
+            // If rows fill at most half of the lanes, reductions over lanes cost less than idle
+            // lanes.
             1 if S::F32_LANES >= 2 => native::apart(simd, Few::<1, 4>(self)),
             2..=3 if S::F32_LANES >= 8 => native::apart(simd, Few::<3, 4>(self)),
             4 if S::F32_LANES >= 8 && many_registers => native::apart(simd, Few::<4, 4>(self)),
@@ -92,8 +94,8 @@ pub enum Shown {
     Weights,
 }
 
-/// The scores once more, now that the softmax of each row is known. `write` takes a row, a key, and
-/// the numbers from there on.
+/// Recomputes the scores once the softmax of each row is known. `write` takes a row, a key, and the
+/// scores from that key on.
 pub fn scores(
     instructions: Instructions,
     rows: &dyn Rows,
@@ -154,7 +156,7 @@ impl WithSimd for Scores<'_> {
 }
 
 impl Scores<'_> {
-    /// Writes what a row sees of the keys from `first` on.
+    /// Writes the scores of the keys that a row attends to, from `first` on.
     fn write_row<S: Simd>(
         &mut self,
         panel: &Panel<'_, S, 1>,

@@ -1,7 +1,7 @@
-//! Attention of a few query rows, as a token has, to tiles of keys and values: online softmax,
+//! Attention of a few query rows (a decode step) to tiles of keys and values: online softmax,
 //! elements of a head across the lanes.
 //!
-//! A [`Panel`](super::panel::Panel) with few rows leaves most lanes without one. Here a vector has
+//! A [`Panel`](super::panel::Panel) with few rows leaves most lanes idle. Here a vector has
 //! consecutive elements of a key or a value, which are read once for all rows:
 //!
 //! ```text
@@ -19,11 +19,10 @@ use pulp::Simd;
 use std::array;
 use std::ops::Range;
 
-/// Rows of up to `R`, and the state of their softmax. What the rows beyond those that there are
-/// compute is dropped.
+/// Up to `R` rows and the state of their softmax. Results of padding rows are dropped.
 pub(super) struct FewRows<'a, S: Simd, const R: usize> {
     rows: &'a dyn Rows,
-    /// Rotated and scaled: the vectors of a head, each of all rows.
+    /// Queries, rotated and scaled: the vectors of a head, each for all rows.
     query: Vec<[S::f32s; R]>,
     /// Sum of weighted values, likewise.
     output: Vec<[S::f32s; R]>,
@@ -33,16 +32,16 @@ pub(super) struct FewRows<'a, S: Simd, const R: usize> {
     sum: [f32; R],
     /// Keys that each row sees.
     visible: Vec<Range<usize>>,
-    /// The keys from the first to the last that some row sees.
+    /// The range from the first to the last key that any row attends to.
     span: Range<usize>,
 }
 
-/// Calls a function generic over what a tile's rows are stored as.
+/// Calls a function that is generic over the element type of a tile.
 macro_rules! for_stored {
     ($simd:ty, $tile:expr, |$rows:pat_param| $call:expr) => {
         match $tile {
             StoredTile::F32($rows) => $call,
-            // What has no vectors reads tiles that were converted.
+            // Without vectors, tiles are converted to float32 first.
             _ if <$simd>::IS_SCALAR => unreachable!("stored rows are read as vectors"),
             StoredTile::F16($rows) => $call,
             StoredTile::BF16($rows) => $call,
@@ -81,7 +80,7 @@ impl<'a, S: Simd, const R: usize> FewRows<'a, S, R> {
         Self { rows, query, output, max: [f32::MIN; R], sum: [0.0; R], visible, span }
     }
 
-    /// What a range of keys gives the rows; `BLOCK` keys, and as many vectors of values, are in
+    /// Attention over a range of keys. `BLOCK` keys, and as many vectors of values, are in
     /// registers at a time.
     #[inline(always)]
     pub(super) fn run<const BLOCK: usize>(
@@ -96,7 +95,7 @@ impl<'a, S: Simd, const R: usize> FewRows<'a, S, R> {
             false => rows.stored(keys, S::F32_LANES),
         };
         let (span, mut scratch) = (self.span.clone(), Scratch::new());
-        // What is not read where it is will be converted.
+        // Whether rows need conversion into a buffer.
         let room = if stored(&(0..0)).is_some() { 0 } else { TILE };
         let mut buffers = scratch.slices(rows.sizes().map(|size| room * size));
         let scores = &mut [Line([0.0; TILE]); R];
@@ -158,8 +157,8 @@ impl<'a, S: Simd, const R: usize> FewRows<'a, S, R> {
         });
     }
 
-    /// Which of `count` keys from `first` on a row sees, counted from the first. A row that is
-    /// missing sees all.
+    /// The keys that a row attends to, relative to `first`, among `count` keys. A padding row
+    /// attends to all.
     fn seen(&self, row: usize, first: usize, count: usize) -> Range<usize> {
         let Some(keys) = self.visible.get(row) else { return 0..count };
         let start = keys.start.saturating_sub(first).min(count);
@@ -188,7 +187,7 @@ impl<'a, S: Simd, const R: usize> FewRows<'a, S, R> {
         }
     }
 
-    /// Every row times the keys from number `first` on.
+    /// Products of every query row with `BLOCK` keys from index `first` on.
     #[inline(always)]
     fn dot<const BLOCK: usize, E: Stored>(
         &self,
@@ -202,7 +201,7 @@ impl<'a, S: Simd, const R: usize> FewRows<'a, S, R> {
         let mut sums = [[simd.splat_f32s(0.0); R]; BLOCK];
         for (c, query) in self.query.iter().enumerate() {
             for i in 0..BLOCK {
-                // SAFETY: a key has as many vectors as the query; `attend` is in `dispatch`
+                // SAFETY: a key has as many vectors as the query; `attend` runs inside `dispatch`
                 let key = unsafe { E::vector(simd, keys[i], c) };
                 for row in 0..R {
                     sums[i][row] = simd.mul_add_e_f32s(key, query[row], sums[i][row]);
@@ -241,8 +240,8 @@ impl<'a, S: Simd, const R: usize> FewRows<'a, S, R> {
         }
     }
 
-    /// Turns scores into weights relative to the largest score so far. Returns what everything
-    /// summed before is multiplied by.
+    /// Exponentiates scores minus the running row maximum. Returns the factor that rescales earlier
+    /// sums.
     #[inline(always)]
     fn weigh(&mut self, simd: S, scores: &mut [Line; R]) -> [S::f32s; R] {
         let mut corrections = [simd.splat_f32s(1.0); R];
@@ -308,7 +307,7 @@ impl<'a, S: Simd, const R: usize> FewRows<'a, S, R> {
     }
 }
 
-/// A number for each key of all rows times a number of the key.
+/// Multiplies the score of each key, in all rows, by that key's factor.
 #[inline(always)]
 fn times<S: Simd, const R: usize>(simd: S, factors: &Line, lines: &mut [Line; R]) {
     let factors = S::as_simd_f32s(&factors.0).0;
@@ -319,7 +318,7 @@ fn times<S: Simd, const R: usize>(simd: S, factors: &Line, lines: &mut [Line; R]
     }
 }
 
-/// What was computed with elements in their unit, or is to be.
+/// Multiplies by the power of two that the stored elements are scaled by, or divides by it.
 #[inline(always)]
 fn in_unit<S: Simd, E: Stored, const R: usize>(
     simd: S,
@@ -335,7 +334,7 @@ fn in_unit<S: Simd, E: Stored, const R: usize>(
     }
 }
 
-/// Vector `c` of all rows times their scales: one, or one for each element.
+/// Multiplies vector `c` of all rows by its scales: one for all elements, or one for each.
 #[inline(always)]
 fn scale<S: Simd, const R: usize>(simd: S, rows: &mut [S::f32s; R], scales: &[f32], c: usize) {
     let scales = match scales {
@@ -347,7 +346,7 @@ fn scale<S: Simd, const R: usize>(simd: S, rows: &mut [S::f32s; R], scales: &[f3
     }
 }
 
-/// The values of a tile and what they are multiplied by.
+/// The values of a tile, and the softmax numerators that they are multiplied by.
 struct Weighted<'a, S: Simd, E, const R: usize> {
     values: &'a StoredRows<'a, E>,
     count: usize,
@@ -361,8 +360,8 @@ struct Weighted<'a, S: Simd, E, const R: usize> {
 }
 
 impl<S: Simd, E: Stored, const R: usize> Weighted<'_, S, E, R> {
-    /// Adds the vectors from number `first` on of every value to the output of the rows that see
-    /// it: a weight of 0 would not make NaN harmless.
+    /// Adds the vectors from index `first` on of every value to the output of the rows that attend
+    /// to it. Masked rows are skipped: a factor of 0 would turn NaN into NaN.
     #[inline(always)]
     fn add<const BLOCK: usize>(
         &self,
@@ -385,10 +384,11 @@ impl<S: Simd, E: Stored, const R: usize> Weighted<'_, S, E, R> {
             first_key = keys.end;
             for key in keys {
                 let value = self.values.row(key);
-                // Not in a closure: it would be compiled for any processor.
+                // Not a closure: it would be compiled without the target features.
                 let mut vectors = [simd.splat_f32s(0.0); BLOCK];
                 for i in 0..BLOCK {
-                    // SAFETY: all values have them, as was asserted; `attend` is in `dispatch`
+                    // SAFETY: the assertion gives every value these vectors; `attend` runs inside
+                    // `dispatch`
                     vectors[i] = unsafe { E::vector(simd, value, first + i) };
                 }
                 if self.common.contains(&key) {

@@ -5,7 +5,7 @@ use pulp::Arch;
 #[cfg(target_arch = "x86_64")]
 use super::amx::Amx;
 
-/// Vector instructions, and such as multiply bfloat16, that this processor has.
+/// The vector instructions of this processor, and its matrix instructions for bfloat16.
 #[derive(Clone, Copy, Debug)]
 pub struct Instructions {
     pub(super) vectors: Arch,
@@ -26,7 +26,7 @@ impl Default for Instructions {
 }
 
 impl Instructions {
-    /// All that this processor has, the widest first, and `scalar`, which is none of them.
+    /// All instruction sets that this processor has, the widest first, down to `scalar`.
     pub fn all() -> Vec<Self> {
         let mut vectors = Vec::new();
         let mut all = Vec::new();

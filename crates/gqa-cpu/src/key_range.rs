@@ -1,20 +1,19 @@
-//! Attention over a range of keys: what is asked, and what each row gets.
+//! Attention over a range of keys: the arguments, and the softmax state of each row.
 
 use super::panel::Rows;
 use std::ops::Range;
 
-/// A number that is about a row's largest score, and its sum of weights relative to that.
+/// The state of a row's online softmax: a reference maximum and the sum of exponentials.
 #[derive(Clone, Copy, Debug)]
 pub struct Softmax {
-    /// At most a little less than the largest score; the smallest finite number where there is
-    /// none.
+    /// The reference: at most slightly below the largest score. `f32::MIN` for a row without keys.
     pub max: f32,
     /// Sum of `exp(score - max)`.
     pub sum: f32,
 }
 
-/// Takes a row, its softmax, and the weighted mean of its values, as many numbers as a value has in
-/// a tile; zeros where its weights are 0.
+/// Receives a row, its softmax state, and its normalised output, padded like a value of a tile;
+/// zeros where the sum is 0.
 pub type Write<'w> = dyn FnMut(usize, Softmax, &[f32]) + 'w;
 
 /// Lets all rows see a range of keys.

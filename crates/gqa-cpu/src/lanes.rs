@@ -9,9 +9,9 @@ use pulp::Simd;
 #[repr(transparent)]
 pub(super) struct Lanes<S: Simd, const N: usize>(pub(super) [S::f32s; N]);
 
-// SAFETY: an array of vectors, which are numbers themselves; all zeros are numbers
+// SAFETY: an array of float vectors; zero bits are valid
 unsafe impl<S: Simd, const N: usize> Zeroable for Lanes<S, N> {}
-// SAFETY: the same, of which any bits are numbers, without padding
+// SAFETY: an array of float vectors without padding; any bits are valid
 unsafe impl<S: Simd, const N: usize> Pod for Lanes<S, N> {}
 
 impl<S: Simd, const N: usize> Lanes<S, N> {
@@ -49,7 +49,8 @@ impl<S: Simd, const N: usize> Lanes<S, N> {
 /// Lanes of the widest vector.
 pub(super) const MOST: usize = 16;
 
-/// As many vectors as each has lanes: lane `i` of vector `j` becomes lane `j` of vector `i`.
+/// Transposes as many vectors as each has lanes: lane `i` of vector `j` becomes lane `j` of vector
+/// `i`.
 #[inline(always)]
 pub(super) fn transpose<S: Simd>(simd: S, block: &mut [S::f32s]) {
     assert_eq!(block.len(), S::F32_LANES, "vectors of a square");
@@ -64,8 +65,8 @@ pub(super) fn transpose<S: Simd>(simd: S, block: &mut [S::f32s]) {
     }
 }
 
-/// Rows of as many numbers as there are entries, one for each lane of a vector, to vector `n` of
-/// the entries.
+/// Transposes rows into vector `n` of the entries: one row for each lane, with one element for each
+/// entry.
 #[inline(always)]
 pub(super) fn rows_to_lanes<S: Simd, const N: usize>(
     simd: S,
@@ -123,7 +124,7 @@ pub(super) fn sums<S: Simd, const M: usize>(simd: S, vectors: &[S::f32s; M]) -> 
     sums
 }
 
-/// Of each lane the first number where the mask is set, else the second. Calls of
+/// Selects per lane: the first operand where the mask is set, else the second. Calls of
 /// [`Simd::select_f32s`] are not always inlined, and are slow then.
 #[inline(always)]
 pub(super) fn select<S: Simd>(simd: S, mask: S::m32s, yes: S::f32s, no: S::f32s) -> S::f32s {
@@ -138,8 +139,7 @@ pub(super) fn inverse_or_zero<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
     select(simd, simd.equal_f32s(x, zero), zero, simd.div_f32s(one, x))
 }
 
-/// Coefficients, highest power first, of a polynomial whose last ones are written out where it is
-/// used.
+/// Coefficients, highest power first, of a polynomial; the last terms are in the code that uses it.
 type Coefficients = [f32; 5];
 
 /// (2^r - 1) / r for |r| <= 1/2; with 1 + r times that, the relative error is below 2⁻²³.

@@ -1,15 +1,14 @@
 //! Attention of query rows over tiles of keys and values, on the vectors of a processor: the inner
-//! loops of gqa-host's CPU back end. They know no operators, no threads and no errors.
+//! loops of gqa-host's CPU back end. This crate has no operators, threads or errors.
 //!
-//! What compiles longest is here, apart from what changes most: every loop is compiled for each
-//! width of vectors, each number of rows and each type of cache.
+//! It is a crate of its own because it compiles slowly and changes rarely: every loop is compiled
+//! for each vector width, row count and cache type.
 //!
-//! Many rows lie across the lanes of a vector (`panel`), and are multiplied by single numbers
-//! (`singles`) or by pairs of bfloat16 (`pairs`); where rows are too few for that, the elements of
-//! a head lie there (`decode`). A cache is read as it is stored ([`StoredTile`]), and memory is
-//! asked for a tile ahead (`prefetch`); what many rows read is converted first (`widen`). Rows are
-//! rotated by `rotate`.
-//! Instructions that pulp has no word for are in `native` and `amx`.
+//! In prefill, lanes hold rows (`panel`), and products take single float32 elements (`singles`) or
+//! pairs of bfloat16 (`pairs`). In decode, which has too few rows for that, lanes hold the elements
+//! of a head (`decode`). Decode reads the cache as stored ([`StoredTile`]) and prefetches a tile
+//! ahead (`prefetch`); prefill converts a tile to float32 first (`widen`). Rows are rotated by
+//! `rotate`. Instructions that pulp lacks are in `native` and `amx`.
 
 #[cfg(target_arch = "x86_64")]
 mod amx;

@@ -1,15 +1,15 @@
-//! Instructions of x86-64 that pulp has no word for: AVX2 with F16C, which processors have
-//! together, and AVX-512. On other vectors these functions give nothing.
+//! x86-64 instructions that pulp lacks: AVX2 with F16C, which processors have together, and
+//! AVX-512. With other vectors these functions return `None`.
 
 pub(super) use of_this_processor::*;
 
-/// The highest bit of an exponent of half precision.
+/// The highest exponent bit of float16.
 pub(super) const EXPONENT: i16 = 0x4000;
 
-/// The lowest bit of a mantissa of float8e4m3fn, in half precision.
+/// The lowest mantissa bit of e4m3, in float16.
 pub(super) const LEAST: i16 = 0x80;
 
-/// What exponents of half precision count beyond those of float8e4m3fn.
+/// Difference of the exponent biases of float16 and e4m3.
 pub(super) const FLOAT8_UNIT: f32 = 256.0;
 
 #[cfg(target_arch = "x86_64")]
@@ -21,7 +21,7 @@ mod of_this_processor {
     use std::any::{Any, TypeId};
     use std::arch::x86_64::*;
 
-    /// Runs `op` with the vectors of `arch`, and such conversions as go with them.
+    /// Runs `op` with the vectors of `arch` and its conversion instructions.
     pub(in super::super) fn dispatch<Op: WithSimd>(arch: Arch, op: Op) -> Op::Output {
         match arch {
             // SAFETY: the features were found
@@ -31,14 +31,14 @@ mod of_this_processor {
         }
     }
 
-    /// Runs `op` with the same vectors as its caller, and in a function of its own: many in one
-    /// take the compiler longer, and one processor.
+    /// Runs `op` with the caller's vectors, as a function of its own: one large function takes the
+    /// compiler longer, and on one core.
     #[inline(always)]
     pub(in super::super) fn apart<S: Simd, Op: WithSimd>(simd: S, op: Op) -> Op::Output {
         match (v3(&simd), v4(&simd)) {
-            // SAFETY: V3 runs inside `with_f16c` only, so the features were found
+            // SAFETY: V3 runs inside `with_f16c` only, so the processor has the features
             (Some(simd), _) => unsafe { with_f16c(*simd, op) },
-            // SAFETY: there is a V4 where its features were found only
+            // SAFETY: a V4 exists only where the processor has the features
             (_, Some(simd)) => unsafe { with_avx512(*simd, op) },
             _ => simd.vectorize(op),
         }
@@ -75,7 +75,7 @@ mod of_this_processor {
         TypeId::of::<S>() == TypeId::of::<V3>()
     }
 
-    /// The sum of each vector's lanes: fewer shuffles than one vector at a time takes.
+    /// The sum of each vector's lanes, with fewer shuffles than vector by vector.
     #[inline(always)]
     pub(in super::super) fn sums<S: Simd>(simd: S, of: [S::f32s; 4]) -> Option<[f32; 4]> {
         if is_v3::<S>() {
@@ -107,7 +107,7 @@ mod of_this_processor {
         }))
     }
 
-    /// Each number times 2 to the power of an integer; 0 where `x` is less than `least`.
+    /// Multiplies each lane by 2 to an integer power; 0 where `x` is less than `least`.
     #[inline(always)]
     pub(in super::super) fn times_power<S: Simd>(
         simd: S,
@@ -176,7 +176,7 @@ mod of_this_processor {
 
     #[inline(always)]
     unsafe fn transpose_16<V: Pod>(block: &mut [V; 16]) {
-        /// Of the quarters of two vectors: the even ones of both, the odd ones of both.
+        /// The even quarters of both vectors, and the odd quarters of both.
         const EVEN: i32 = 0x88;
         const ODD: i32 = 0xdd;
         let mut rows = [__m512::zeroed(); 16];
@@ -217,11 +217,11 @@ mod of_this_processor {
         }
     }
 
-    /// Of a shuffle: the first two of both vectors, the last two of both.
+    /// The first two elements of both vectors, and the last two of both, for a shuffle.
     const FIRST: i32 = 0x44;
     const LAST: i32 = 0xee;
 
-    /// As many half-precision numbers as a vector has lanes.
+    /// Loads and widens one vector of float16.
     #[inline(always)]
     pub(in super::super) fn f16<S: Simd>(simd: S, from: &[u16]) -> Option<S::f32s> {
         if let (true, Some(from)) = (is_v3::<S>(), from.first_chunk::<8>()) {
@@ -235,7 +235,8 @@ mod of_this_processor {
         Some(bytemuck::cast(v4.avx512f._mm512_cvtph_ps(bits)))
     }
 
-    /// Of each number the nearest of half precision. Whether there is such an instruction.
+    /// Rounds each lane to float16 and stores it. Returns whether the processor has the
+    /// instruction.
     #[inline(always)]
     pub(in super::super) fn narrow_to_f16<S: Simd>(
         simd: S,
@@ -292,10 +293,9 @@ mod of_this_processor {
         Some(bytemuck::cast(v4.avx512f._mm512_cvtepi32_ps(integers)))
     }
 
-    /// As many numbers of type float8e4m3fn, in units of [`FLOAT8_UNIT`](super::FLOAT8_UNIT).
+    /// Loads and widens one vector of e4m3, in units of [`FLOAT8_UNIT`](super::FLOAT8_UNIT).
     ///
-    /// A half-precision number with the same bits, of which exponents have one more, is the
-    /// number over that, subnormal or not; none is a NaN, which is made one.
+    /// Reinterprets e4m3 as scaled float16, subnormals included, then maps NaN.
     #[inline(always)]
     pub(in super::super) fn float8<S: Simd>(simd: S, from: &[u8]) -> Option<S::f32s> {
         if let (true, Some(from)) = (is_v3::<S>(), from.first_chunk::<8>()) {
@@ -322,7 +322,7 @@ mod of_this_processor {
         Some(bytemuck::cast(v4.avx512f._mm512_cvtph_ps(halves)))
     }
 
-    /// As many integers of 4 bits less 8, the low half of a byte first.
+    /// One vector of 4-bit integers, stored with offset 8, the low half of a byte first.
     #[inline(always)]
     pub(in super::super) fn int4<S: Simd>(simd: S, from: &[u8]) -> Option<S::f32s> {
         let word = |i: usize| from[4 * i..].first_chunk().map(|bytes| i32::from_le_bytes(*bytes));

@@ -6,8 +6,9 @@
 //!   output[h]  += Σ_j   (V[2j][h],   V[2j + 1][h])   · (weights[2j], weights[2j + 1])
 //! ```
 //!
-//! A lane of a vector has a pair of a row's. Keys are pairs as they are stored. Values are put into
-//! such an order, once for all panels of a task; weights are rounded, as the query was before.
+//! Each lane holds a pair that belongs to one row. Keys are stored as pairs already. Values are
+//! repacked into pairs, once for all panels of a task. P is rounded to bfloat16, as the query was
+//! before.
 
 use super::lanes::{self, Lanes, MOST};
 use super::panel::{KEYS, Products, Rows};
@@ -19,20 +20,20 @@ use std::ops::Range;
 /// From a value's number to the next, in pairs.
 const VALUE_STRIDE: usize = stride(KEYS / 2);
 
-/// From a row of so many pairs to the next: a line of L1 more, as rows that are multiples of many
-/// lines apart have few places there.
+/// Pairs from one row to the next: padded by a line of L1, because a stride of many lines maps rows
+/// to few L1 sets.
 const fn stride(pairs: usize) -> usize {
     const LINE: usize = 16;
     if pairs == 0 { 0 } else { pairs + LINE }
 }
 
-/// What multiplies pairs of bfloat16, in sums of `f32`.
+/// Products of bfloat16 pairs with float32 accumulation.
 pub(super) trait Pairs<S: Simd, const N: usize>: Copy {
-    /// Of numbers of two vectors the nearest of bfloat16, lane by lane: the first in the low half.
+    /// Rounds two vectors to bfloat16, lane by lane; the first goes to the low half.
     fn pair(self, simd: S, first: S::f32s, second: S::f32s) -> S::f32s;
 
-    /// Sets or adds to entry `m` of `to`, by `mode`, Σ_j `factors[m * stride + j]` · `by[j]`.
-    /// There are a multiple of [`TOGETHER`] entries, and of half as many `by`.
+    /// Sets or adds to entry `m` of `to`, by `mode`, Σ_j `factors[m * stride + j]` · `by[j]`. The
+    /// number of entries is a multiple of [`TOGETHER`], and the length of `by` one of half that.
     fn multiply(
         self,
         simd: S,
@@ -51,7 +52,7 @@ pub(super) enum Mode {
     Add,
 }
 
-/// Numbers of bfloat16, and keys, that are multiplied together.
+/// The granularity of pair products, in elements and in keys.
 pub(super) const TOGETHER: usize = 32;
 
 /// Products by `pairs`.
@@ -62,9 +63,9 @@ pub(super) struct InPairs<P> {
     pub(super) pairs: P,
 }
 
-/// Whether rows are so many, and their numbers such, that pairs are multiplied.
+/// Whether a call has enough rows, of bfloat16, for products of pairs.
 pub(super) fn fit(rows: &dyn Rows) -> bool {
-    /// With fewer, elements of a head lie across the lanes.
+    /// Fewer rows take the decode loop.
     const LEAST: usize = 9;
     rows.count() >= LEAST && matches!(rows.stored(&(0..0), MOST), Some(StoredTile::BF16(_)))
 }
@@ -79,7 +80,7 @@ pub(super) struct PairedTile<'t> {
 }
 
 impl<S: Simd, const N: usize, P: Pairs<S, N>> Products<S, N> for InPairs<P> {
-    // Sums are taken from memory and brought back for each tile.
+    // Accumulators are loaded and stored for each tile.
     const TILE: usize = KEYS;
 
     const TOGETHER: usize = TOGETHER;
@@ -160,7 +161,7 @@ impl<S: Simd, const N: usize, P: Pairs<S, N>> Products<S, N> for InPairs<P> {
 
     #[inline(always)]
     fn is_finite(tile: &PairedTile<'_>, _: usize, key: usize) -> bool {
-        /// The bits of an exponent, of which infinity and NaN have all.
+        /// The exponent bits of bfloat16; infinity and NaN have all of them set.
         const EXPONENT: u16 = 0x7f80;
         let finite = |x: &bf16| x.to_bits() & EXPONENT != EXPONENT;
         tile.stored.get(key).is_none_or(|row| row.iter().fold(true, |all, x| all & finite(x)))
@@ -189,7 +190,7 @@ impl<P> InPairs<P> {
     }
 }
 
-/// Keys as they are, each filled up with zeros to `stride` pairs, and the tile with such keys.
+/// Keys as stored, each padded with zeros to `stride` pairs, and the tile of these keys.
 fn copy(keys: &StoredRows<'_, bf16>, to: &mut [u32], stride: usize) {
     let filled = keys.count().next_multiple_of(TOGETHER);
     for (key, to) in to.chunks_exact_mut(stride.max(1)).take(filled).enumerate() {
@@ -201,14 +202,14 @@ fn copy(keys: &StoredRows<'_, bf16>, to: &mut [u32], stride: usize) {
     }
 }
 
-/// Values in pairs of two keys' numbers: (size of a value, [`VALUE_STRIDE`]), filled up with zeros.
+/// Values as pairs from two keys: (size of a value, [`VALUE_STRIDE`]), padded with zeros.
 #[inline(always)]
 fn transpose<S: Simd>(simd: S, values: &StoredRows<'_, bf16>, to: &mut [u32]) {
     let vectors = values.numbers() / S::F32_LANES;
     let filled = values.count().next_multiple_of(TOGETHER) / 2;
     let zero = simd.splat_f32s(0.0);
     let number = |key: usize, c: usize| match values.get(key) {
-        // SAFETY: a value has as many vectors; what asks is run with the vectors of `simd`
+        // SAFETY: a value has as many vectors; the caller runs with the vectors of `simd`
         Some(row) => unsafe { bf16::vector(simd, row, c) },
         None => zero,
     };
@@ -244,7 +245,7 @@ pub(super) mod tests {
     use crate::panels::many;
     use pulp::{Arch, WithSimd};
 
-    /// Pairs by numbers of `f32`, as any processor multiplies them.
+    /// Products of pairs in float32, for processors without the instruction.
     #[derive(Clone, Copy)]
     pub(crate) struct Plain;
 

@@ -2,7 +2,7 @@
 //! lane.
 //!
 //! Rows lie across the lanes of a vector, so everything per row (maximum, sum, mask) is one vector
-//! operation for all rows. Both products are sums of a number of the cache times a vector of rows:
+//! operation for all rows. Both products multiply a cache element by a vector of rows, and add up:
 //!
 //! ```text
 //!   scores[key]  = Σ_h   K[key][h] · query[h]         for each key of the tile
@@ -10,7 +10,7 @@
 //!   output[h]    = output[h] · correction + Σ_key V[key][h] · weights[key]
 //! ```
 //!
-//! By which instructions these are computed, and from what, is the affair of [`Products`].
+//! [`Products`] chooses the instructions and the layout of the operands.
 
 use super::lanes::{self, Lanes, exp, select, tanh};
 use super::row_starts::Starts;
@@ -21,11 +21,11 @@ use std::ops::Range;
 /// Keys in a tile, at most.
 pub const KEYS: usize = 256;
 
-/// Keys in a tile of what is not multiplied in pairs. Tiles begin at multiples of their length, so
-/// that how the work is cut never changes a result.
+/// Keys in a tile, unless products take pairs. Tiles begin at multiples of their length, so that
+/// the split of a call among threads never changes a result.
 pub(super) const TILE: usize = KEYS / 4;
 
-/// Numbers that a key and a value in a tile have a multiple of: those of the widest vector.
+/// The elements of a key or a value in a tile are padded to a multiple of this: the widest vector.
 pub const PADDED_TO: usize = 16;
 
 /// Consecutive rows of one head's cache.
@@ -38,7 +38,7 @@ pub struct Tile<'a> {
 }
 
 impl<'a> Tile<'a> {
-    /// Its rows, of which there are so many, as one by one.
+    /// Splits the range into its rows.
     pub(super) fn rows(self, count: usize, [key, value]: [usize; 2]) -> [StoredRows<'a, f32>; 2] {
         let starts = |stride| Starts::Strided { first: 0, stride, count };
         let rows = |elements, size| StoredRows::new(elements, starts(size), size);
@@ -46,8 +46,7 @@ impl<'a> Tile<'a> {
     }
 }
 
-/// How much larger a score may be than the number that a weight is relative to: what was summed
-/// before does not have to be multiplied whenever a score is a little larger.
+/// How far a score may exceed the lagged row maximum before the sums are rescaled.
 const ROOM: f32 = 4.0;
 
 /// How far scores are computed.
@@ -61,7 +60,7 @@ pub(super) enum Stage {
     Biased,
 }
 
-/// Query rows of one KV head, whatever their type; they count from 0.
+/// Query rows of one KV head, of any element type, indexed from 0.
 pub trait Rows: Sync {
     /// How many.
     fn count(&self) -> usize;
@@ -78,57 +77,56 @@ pub trait Rows: Sync {
     /// Whether [`Rows::add_bias`] changes scores.
     fn has_bias(&self) -> bool;
 
-    /// Numbers that a key and a value have in a tile: their head sizes, filled up with zeros to a
-    /// multiple of [`PADDED_TO`].
+    /// Elements of a key and of a value in a tile: their head sizes, padded to a multiple of
+    /// [`PADDED_TO`].
     fn sizes(&self) -> [usize; 2];
 
     /// Keys that a row sees.
     fn visible(&self, row: usize) -> Range<usize>;
 
-    /// A row of the query, rotated and not scaled; what is behind it in `to` stays. Where the cache
-    /// is of bfloat16, so are its numbers.
+    /// Writes a query row, rotated and not scaled, to the start of `to`. It is rounded to bfloat16
+    /// where the cache is bfloat16.
     fn query(&self, row: usize, to: &mut [f32]);
 
-    /// Keys and values, converted in `buffers`, whatever is there, where they have to be.
+    /// Keys and values as float32, converted into `buffers` where the cache has another type.
     fn tile<'t>(&'t self, keys: Range<usize>, buffers: [&'t mut [f32]; 2]) -> Tile<'t>;
 
-    /// The same as they are stored, where vectors of so many lanes can be read of them.
+    /// Keys and values as stored, if vectors of this many lanes can read them.
     fn stored(&self, _keys: &Range<usize>, _lanes: usize) -> Option<StoredTile<'_>> {
         None
     }
 
-    /// What stored keys and values are still to be multiplied by: one number, or one for each
-    /// element.
+    /// The dequantization scales of keys and values: one for all, or one for each element.
     fn scales(&self, _lanes: usize) -> Option<[&[f32]; 2]> {
         None
     }
 
-    /// What stored keys, and values, of this range are to be multiplied by besides, where each has
-    /// a number of its own, which is written for each; whether that is so.
+    /// Writes the per-token scales of keys and values in this range. Returns whether the cache has
+    /// such scales.
     fn row_scales(&self, _keys: &Range<usize>, _lanes: usize, _to: [&mut [f32]; 2]) -> bool {
         false
     }
 
-    /// Adds the bias of a row's keys from `first` on.
+    /// Adds the attention bias of a row, for the keys from `first` on.
     fn add_bias(&self, row: usize, first: usize, scores: &mut [f32]);
 }
 
-/// How a panel's products are computed, and from what.
+/// How the products of a panel are computed, and the layout of their operands.
 pub(super) trait Products<S: Simd, const N: usize>: Copy {
     /// Keys in a tile.
     const TILE: usize = TILE;
 
-    /// Keys that are multiplied together: scores of a few of them take as long as of all.
+    /// Granularity of products in keys: scores of fewer keys take as long.
     const TOGETHER: usize;
 
-    /// Numbers that a row in a tile has a multiple of; itself a multiple of [`PADDED_TO`].
+    /// Row elements in a tile are padded to a multiple of this, itself a multiple of [`PADDED_TO`].
     const PADDED_TO: usize = PADDED_TO;
 
-    /// What is read of a tile: rows of keys and values.
+    /// The operands of a tile: rows of keys and values.
     type Tile<'t>;
 
-    /// Keys and values, in `buffers` for a tile's keys, for its values and once more for those,
-    /// where they have to be in another form.
+    /// Prepares keys and values of a tile, in `buffers` for keys, values, and repacked values,
+    /// where the layout differs from the cache.
     fn tile<'t>(
         self,
         simd: S,
@@ -137,18 +135,18 @@ pub(super) trait Products<S: Simd, const N: usize>: Copy {
         buffers: [&'t mut [f32]; 3],
     ) -> Self::Tile<'t>;
 
-    /// How many keys a tile of so many has, with such as fill it up.
+    /// The number of keys of a tile, with padding.
     fn filled(count: usize) -> usize;
 
-    /// Makes of a query's numbers what [`Products::score`] takes.
+    /// Converts query elements to the operands of [`Products::score`].
     fn prepare(self, simd: S, query: &mut [Lanes<S, N>]);
 
-    /// What [`Products::score`] leaves scores to be multiplied by, where that is not 1.
+    /// The factor that [`Products::score`] leaves out of the scores; 1 if it applies all.
     fn scale_left(self) -> Option<f32> {
         None
     }
 
-    /// Scores of such keys of a tile, whose query has `size` numbers.
+    /// Scores of the keys of a tile; a query has `size` elements.
     fn score(
         self,
         simd: S,
@@ -158,7 +156,7 @@ pub(super) trait Products<S: Simd, const N: usize>: Copy {
         scores: &mut [Lanes<S, N>],
     );
 
-    /// `output` times `correction`, and such values of a tile times their weights.
+    /// `output` times `correction`, plus P times the values of a tile.
     fn accumulate(
         self,
         simd: S,
@@ -169,7 +167,7 @@ pub(super) trait Products<S: Simd, const N: usize>: Copy {
         output: &mut [Lanes<S, N>],
     );
 
-    /// Number `h` of a value in a tile, of which each has `size`.
+    /// Element `h` of each value of a tile; a value has `size` elements.
     fn value(tile: &Self::Tile<'_>, size: usize, key: usize, h: usize) -> f32;
 
     /// Whether all of them are finite.
@@ -183,22 +181,21 @@ pub(super) struct Panel<'a, S: Simd, const N: usize> {
     pub(super) first: usize,
     /// Rotated and prepared.
     query: &'a mut [Lanes<S, N>],
-    /// Sum of weighted values: one entry per element of the head.
+    /// Output accumulator: one entry per element of the head.
     pub(super) output: &'a mut [Lanes<S, N>],
-    /// What weights are relative to: about the largest score so far, and the smallest finite
-    /// number at first.
+    /// The lagged row maximum: about the largest score so far, and `f32::MIN` at first.
     pub(super) max: Lanes<S, N>,
     /// Sum of weights so far.
     pub(super) sum: Lanes<S, N>,
-    /// Keys that each row sees; lanes without a row are not in it.
+    /// The keys that each row attends to; padding lanes are not in it.
     pub(super) visible: Vec<Range<usize>>,
-    /// The keys from the first to the last that some row sees.
+    /// The range from the first to the last key that any row attends to.
     pub(super) span: Range<usize>,
     /// The keys that every row sees.
     common: Range<usize>,
 }
 
-/// From the first key that some row sees to the last.
+/// The smallest range that contains the keys of all rows.
 pub fn span(visible: &[Range<usize>]) -> Range<usize> {
     let seen = || visible.iter().filter(|keys| !keys.is_empty());
     let first = seen().map(|keys| keys.start).min().unwrap_or(0);
@@ -211,14 +208,14 @@ pub(super) fn common(visible: &[Range<usize>]) -> Range<usize> {
     first..visible.iter().map(|keys| keys.end).min().unwrap_or(0).max(first)
 }
 
-/// Keys that each row sees, counted from the first of some: `start <= key < end`.
+/// Keys that each row attends to, relative to the first key of the panel: `start <= key < end`.
 struct Mask<S: Simd, const N: usize> {
     start: Lanes<S, N>,
     end: Lanes<S, N>,
 }
 
 impl<S: Simd, const N: usize> Mask<S, N> {
-    /// Whether key number `key` is seen, by the rows of vector `n`.
+    /// A mask of the rows of vector `n` that attend to key `key`.
     #[inline(always)]
     fn sees(&self, simd: S, key: usize, n: usize) -> S::m32s {
         let key = simd.splat_f32s(key as f32);
@@ -226,7 +223,7 @@ impl<S: Simd, const N: usize> Mask<S, N> {
         simd.and_m32s(begun, simd.less_than_f32s(key, self.end.0[n]))
     }
 
-    /// Of each row that sees key number `key` the first number, of the others the second.
+    /// Selects per row: the first operand where the row attends to key `key`, else the second.
     #[inline(always)]
     fn of(&self, simd: S, key: usize, yes: Lanes<S, N>, no: Lanes<S, N>) -> Lanes<S, N> {
         let mut lanes = no;
@@ -238,8 +235,7 @@ impl<S: Simd, const N: usize> Mask<S, N> {
 }
 
 impl<'a, S: Simd, const N: usize> Panel<'a, S, N> {
-    /// The rows from `first` on, as many as there are and have room, in memory for a query and an
-    /// output.
+    /// A panel of the rows from `first` on, as many as fit, with memory for queries and outputs.
     #[inline(always)]
     pub(super) fn new<P: Products<S, N>>(
         simd: S,
@@ -266,8 +262,8 @@ impl<'a, S: Simd, const N: usize> Panel<'a, S, N> {
         Self { rows, first, query, output, max, sum: zero, visible, span, common }
     }
 
-    /// The keys of a tile, counted from its first, that some row sees, with those that are
-    /// multiplied together with them.
+    /// The keys of a tile that any row attends to, relative to its first key, rounded out to the
+    /// granularity of products.
     pub(super) fn part<P: Products<S, N>>(&self, tile: &Range<usize>) -> Option<Range<usize>> {
         let (start, end) = (self.span.start.max(tile.start), self.span.end.min(tile.end));
         (start < end).then(|| {
@@ -277,7 +273,7 @@ impl<'a, S: Simd, const N: usize> Panel<'a, S, N> {
         })
     }
 
-    /// Lets the rows see the tile of such keys. `scores` is scratch for a tile.
+    /// Attention of the panel to a tile. `scores` is scratch for a tile.
     #[inline(always)]
     pub(super) fn attend<P: Products<S, N>>(
         &mut self,
@@ -307,8 +303,8 @@ impl<'a, S: Simd, const N: usize> Panel<'a, S, N> {
         }
     }
 
-    /// The mask of such keys of a tile, in which those that fill it up are hidden; `None` where
-    /// every row sees all of them.
+    /// The mask of a tile's keys, with padding keys hidden; `None` where every row attends to all
+    /// keys.
     fn mask(&self, simd: S, keys: &Range<usize>, part: &Range<usize>) -> Option<Mask<S, N>> {
         let (first, last) = (keys.start + part.start, keys.start + part.end);
         if self.common.start <= first && last <= self.common.end && last <= keys.end {
@@ -323,7 +319,7 @@ impl<'a, S: Simd, const N: usize> Panel<'a, S, N> {
         Some(mask)
     }
 
-    /// Whether values that not every row sees, times a weight of 0, are 0: all are finite.
+    /// Whether masked values can be multiplied by 0: all are finite.
     fn harmless<P: Products<S, N>>(
         &self,
         keys: &Range<usize>,
@@ -334,7 +330,7 @@ impl<'a, S: Simd, const N: usize> Panel<'a, S, N> {
         not_common.all(|key| P::is_finite(tile, self.output.len(), key))
     }
 
-    /// Scores of such keys of a tile up to a stage, not yet masked.
+    /// Scores of a tile up to a stage, not yet masked.
     #[inline(always)]
     pub(super) fn score<P: Products<S, N>>(
         &self,
@@ -366,7 +362,8 @@ impl<'a, S: Simd, const N: usize> Panel<'a, S, N> {
         }
     }
 
-    /// Whether scores are products times a scale, of which larger ones are larger scores.
+    /// Whether scores are products times a positive scale, so that the maximum can be taken before
+    /// scaling.
     fn scores_are_products(&self) -> bool {
         self.rows.softcap() == 0.0 && !self.rows.has_bias() && self.rows.scale() > 0.0
     }
@@ -382,9 +379,9 @@ impl<'a, S: Simd, const N: usize> Panel<'a, S, N> {
         }
     }
 
-    /// Turns scores, which are still to be multiplied by `scale`, into weights relative to a number
-    /// that is no more than [`ROOM`] below the largest score so far. Returns what everything summed
-    /// before is multiplied by: mostly 1.
+    /// Exponentiates scores, which still have to be multiplied by `scale`, minus the lagged row
+    /// maximum, which is at most [`ROOM`] below the largest score so far. Returns the factor that
+    /// rescales earlier sums: mostly 1.
     #[inline(always)]
     fn weigh(&mut self, simd: S, scale: Option<f32>, scores: &mut [Lanes<S, N>]) -> Lanes<S, N> {
         let factor = scale.map(|scale| simd.splat_f32s(scale));
@@ -423,7 +420,7 @@ impl<'a, S: Simd, const N: usize> Panel<'a, S, N> {
         correction
     }
 
-    /// Makes means of the sums of weighted values; zeros where all weights are 0.
+    /// Divides the outputs by the sums of exponentials; zeros for a row that attends to no key.
     #[inline(always)]
     pub(super) fn divide(&mut self, simd: S) {
         let mut factors = self.sum;
@@ -433,7 +430,7 @@ impl<'a, S: Simd, const N: usize> Panel<'a, S, N> {
         self.output.iter_mut().for_each(|sums| *sums = sums.times(simd, factors));
     }
 
-    /// Whether weights of scores up to `max` are numbers that can be summed with those before.
+    /// Whether exponentials of scores up to `max` stay finite against the current reference.
     #[inline(always)]
     fn leaves_room(&self, simd: S, max: Lanes<S, N>) -> bool {
         let mut above = simd.splat_f32s(0.0);
@@ -443,8 +440,8 @@ impl<'a, S: Simd, const N: usize> Panel<'a, S, N> {
         simd.reduce_max_f32s(above) <= ROOM
     }
 
-    /// Adds the values, each times its weights, to the rows that see it: a weight of 0 would not
-    /// make NaN harmless.
+    /// Adds P times V to the rows that attend to each key. Masked rows are skipped: a factor of 0
+    /// would turn NaN into NaN.
     #[inline(always)]
     fn accumulate_seen<P: Products<S, N>>(
         &mut self,

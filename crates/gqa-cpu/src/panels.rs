@@ -1,4 +1,4 @@
-//! Any number of rows past a range of keys, in panels, tile by tile.
+//! Attention of any number of rows to a range of keys: panels of rows, tile by tile.
 
 use super::key_range::{Attend, Softmax, Write, tiles};
 use super::lanes::{self, Lanes};
@@ -7,7 +7,7 @@ use super::scratch::Scratch;
 use pulp::Simd;
 use std::mem;
 
-/// Any number of rows, in panels whose products are computed like that.
+/// Attention of any number of rows, in panels, with the given kind of products.
 #[inline(always)]
 pub(super) fn many<S: Simd, P: Products<S, N>, const N: usize>(
     simd: S,
@@ -47,8 +47,8 @@ pub(super) fn lanes_of<S: Simd, const N: usize>(rows: usize) -> usize {
     rows.next_multiple_of(Lanes::<S, N>::COUNT)
 }
 
-/// The rows, as many side by side as fit, in memory for queries and for outputs, and for the
-/// queries of a vector's rows.
+/// Panels of all rows, in memory for queries and outputs; `lines` is scratch for the queries of one
+/// vector of rows.
 #[inline(always)]
 pub(super) fn panels<'a, S: Simd, P: Products<S, N>, const N: usize>(
     simd: S,
@@ -71,14 +71,14 @@ pub(super) fn panels<'a, S: Simd, P: Products<S, N>, const N: usize>(
     panels
 }
 
-/// The first of them, which are left out from then on.
+/// Splits off the first `count` entries.
 fn take<'a, T>(entries: &mut &'a mut [T], count: usize) -> &'a mut [T] {
     let (taken, rest) = mem::take(entries).split_at_mut(count);
     *entries = rest;
     taken
 }
 
-/// Writes the rows of a panel, with so many numbers of each.
+/// Writes the outputs of a panel's rows, `size` elements each.
 #[inline(always)]
 fn finish<S: Simd, const N: usize>(
     simd: S,

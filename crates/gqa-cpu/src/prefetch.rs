@@ -1,8 +1,8 @@
-//! Memory that is asked for before it is read: decode waits for memory, not for arithmetic.
+//! Software prefetch of keys and values: decode is bound by memory.
 //!
-//! While a tile's keys are read its values are asked for, and meanwhile the keys of the next tile:
-//! row by row, so that memory is read in its order. Processors would see that order only where rows
-//! lie one behind the other and are read once.
+//! While the keys of a tile are read, its values are prefetched, and meanwhile the keys of the next
+//! tile: row by row, in the order of memory. Hardware prefetchers see that order only where rows
+//! are contiguous and read once.
 
 use super::row_starts::Starts;
 use std::ptr;
@@ -34,7 +34,7 @@ impl<'a> Later<'a> {
         Self { first: elements.as_ptr().cast(), starts, element, row: size * element }
     }
 
-    /// Asks for a row, if there is one of that number.
+    /// Prefetches a row, if the row exists.
     #[inline(always)]
     pub(super) fn prefetch(&self, row: usize) {
         const LINE: usize = 64;
@@ -49,7 +49,7 @@ impl<'a> Later<'a> {
     }
 }
 
-/// Rows that are asked for one by one while others are read in several passes.
+/// Prefetches rows one by one while other rows are read in several passes.
 pub(super) struct Spread<'a> {
     rows: Later<'a>,
     /// Which is next.
@@ -59,13 +59,13 @@ pub(super) struct Spread<'a> {
 }
 
 impl<'a> Spread<'a> {
-    /// About as many as are read in each of the passes.
+    /// Spreads the prefetches evenly over the passes.
     pub(super) fn new(rows: Later<'a>, passes: usize) -> Self {
         Self { rows, row: 0, every: passes }
     }
 
-    /// Asks for another row before so many rows are read, whose number is returned: at most
-    /// `left`. Not an iterator: what it calls would be called, with all sums in memory meanwhile.
+    /// Prefetches another row. Returns how many rows to read before the next call: at most `left`.
+    /// Not an iterator: calls would not be inlined, and all sums would spill.
     #[inline(always)]
     pub(super) fn ask(&mut self, left: usize) -> usize {
         self.rows.prefetch(self.row);
@@ -74,13 +74,13 @@ impl<'a> Spread<'a> {
     }
 }
 
-/// Asks for the memory at an address, whatever is there.
+/// Prefetches the cache line at an address, which may be invalid.
 #[inline(always)]
 fn prefetch(address: *const u8) {
     #[cfg(target_arch = "x86_64")]
     {
         use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-        // SAFETY: a hint, of which any address is fine; nothing is read
+        // SAFETY: prefetch is a hint; any address is allowed, and nothing is read
         unsafe { _mm_prefetch::<_MM_HINT_T0>(address.cast()) };
     }
     #[cfg(not(target_arch = "x86_64"))]

@@ -3,13 +3,13 @@
 use super::native;
 use pulp::{Arch, Simd, WithSimd};
 
-/// Rotates pairs of a row's numbers by as many angles: numbers beside each other, where they are
-/// `interleaved`, or a number of the first half and one of the second.
+/// Rotates pairs of a row's elements by the given angles: adjacent elements if `interleaved`, else
+/// an element of the first half with one of the second (NeoX style).
 pub fn rotate(row: &mut [f32], cos: &[f32], sin: &[f32], interleaved: bool) {
     native::dispatch(Arch::new(), Rotate { row, cos, sin, interleaved });
 }
 
-/// [`rotate`], with the widest vectors there are.
+/// [`rotate`], with the widest vectors of this processor.
 struct Rotate<'a> {
     row: &'a mut [f32],
     cos: &'a [f32],

@@ -16,7 +16,7 @@ pub enum Starts {
 }
 
 impl Starts {
-    /// The same, counted in units of so many numbers.
+    /// The same starts, in units of `numbers` elements.
     pub(super) fn in_units(self, numbers: usize) -> Self {
         match self {
             Self::Strided { first, stride, count } => {
@@ -36,7 +36,7 @@ impl Starts {
         }
     }
 
-    /// The last place at which a row begins; the last there can be, where there is no such number.
+    /// The last start; `usize::MAX` where that overflows.
     pub(super) fn last(&self) -> Option<usize> {
         match self {
             Self::Strided { first, stride, count } => {
@@ -47,7 +47,7 @@ impl Starts {
         }
     }
 
-    /// Where a row begins, if there is one of that number.
+    /// The start of a row; `None` past the last row.
     #[inline(always)]
     pub(super) fn get(&self, row: usize) -> Option<usize> {
         match self {

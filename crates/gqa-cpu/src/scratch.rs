@@ -1,11 +1,11 @@
-//! Memory of a part, which its thread keeps for the next one. An allocator gives memory of that
-//! size back to the system after each part, and the system clears every page of it for the next.
+//! Scratch memory of a task, kept by its thread for the next one. The allocator would return memory
+//! of this size to the system after each task, and the system would clear every page again.
 
 use bytemuck::{Pod, Zeroable};
 use std::cell::Cell;
 use std::mem;
 
-/// As large as the widest vector, and aligned like it.
+/// The size and alignment of the widest vector.
 #[derive(Clone, Copy, Pod, Zeroable)]
 #[repr(C, align(64))]
 struct Line([f32; Line::NUMBERS]);
@@ -27,7 +27,7 @@ impl Scratch {
         Self(KEPT.take())
     }
 
-    /// Slices of these lengths that begin where vectors may, with any numbers.
+    /// Slices of these lengths, aligned for vectors. Contents are arbitrary.
     pub(super) fn slices<const N: usize>(&mut self, lengths: [usize; N]) -> [&mut [f32]; N] {
         let lines = |length: usize| length.div_ceil(Line::NUMBERS);
         let all = lengths.into_iter().map(lines).sum();

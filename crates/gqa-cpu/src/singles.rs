@@ -1,8 +1,8 @@
-//! Products of a panel by single numbers of `f32`: keys and values are read one by one, straight
-//! from the cache where it is of `f32`, and multiplied by vectors of rows.
+//! Products of a panel in float32: keys and values are read element by element, straight from the
+//! cache where it is float32, and multiplied by vectors of rows.
 //!
-//! Both products are the same loop: a block of numbers times a vector of rows, summed in registers.
-//! Values are put into its order before, once for all panels of a task.
+//! Both products are the same loop: `BLOCK` elements times a vector of rows, accumulated in
+//! registers. Values are repacked into that order, once for all panels of a task.
 
 use super::lanes::Lanes;
 use super::panel::{Products, Rows, Tile};
@@ -13,7 +13,7 @@ use std::ops::Range;
 /// Elements of a key per turn of a loop.
 const CHUNK: usize = 8;
 
-/// Products of `BLOCK` numbers at a time with vectors of rows.
+/// Products of `BLOCK` elements at a time with vectors of rows.
 #[derive(Clone, Copy)]
 pub(super) struct Singles<const BLOCK: usize> {
     /// Of scores.
@@ -124,8 +124,8 @@ pub(super) struct PackedTile<'t> {
     count: usize,
 }
 
-/// Values of `count` keys in the order in which they are multiplied: a cache has no room for as
-/// many lines as there are keys, of which a block each is read, until their next blocks are.
+/// Repacks the values of `count` keys into the order of the products: strided reads would thrash
+/// L1.
 #[inline(always)]
 fn pack<const BLOCK: usize>(values: &[f32], count: usize, packed: &mut [f32]) {
     /// Keys whose blocks fill lines of a cache.

@@ -1,7 +1,7 @@
 //! Elements of a KV cache as they are stored, read as vectors of `f32`.
 //!
-//! A decode step waits for memory: converting a tile into a buffer first would move three to five
-//! times the bytes. Here a vector is converted in registers, where it is multiplied. Scales of a
+//! A decode step is bound by memory: converting a tile into a buffer first would move three to five
+//! times the bytes. So a vector is converted in registers, where it is multiplied. Scales of a
 //! quantized KV cache are not applied here.
 
 use super::native::{self, EXPONENT, FLOAT8_UNIT, LEAST};
@@ -17,15 +17,15 @@ pub trait Stored: Pod {
     /// Numbers that one of these is.
     const NUMBERS: usize = 1;
 
-    /// What the numbers of a vector are to be multiplied by: a power of two.
+    /// The power of two that the converted elements still have to be multiplied by.
     const UNIT: f32 = 1.0;
 
-    /// Vector number `i` of a row, in that unit. There is none without vectors.
+    /// Vector `i` of a row, in that unit.
     ///
     /// # Safety
     ///
-    /// The row has that vector: loops over rows are too short for a question each time. And what
-    /// asks is run by `native::dispatch`, since vectors of `V3` need F16C.
+    /// The row has that vector: a bounds check would cost too much in loops this short. The caller
+    /// runs inside `native::dispatch`, since vectors of `V3` need F16C.
     unsafe fn vector<S: Simd>(simd: S, row: &[Self], i: usize) -> S::f32s;
 }
 
@@ -39,7 +39,7 @@ pub struct Int8(u8);
 #[repr(transparent)]
 pub struct Float8(u8);
 
-/// Two quantized values of 4 bits, the first in the low half.
+/// Two 4-bit quantized values, the first in the low half.
 #[derive(Clone, Copy, Debug, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(transparent)]
 pub struct Int4(u8);
@@ -108,19 +108,19 @@ impl Stored for Int4 {
     }
 }
 
-/// The number as the library `half` has it, which converts in groups of eight, by integers that
-/// vectors of any width have.
+/// Converts float16 by integer operations, which vectors of any width have. The library `half`
+/// converts groups of eight.
 #[inline(always)]
 fn f32_of_f16(x: f16) -> f32 {
-    /// Bits of a mantissa of single precision that half precision has not.
+    /// Mantissa bits of float32 beyond those of float16.
     const DROPPED: u32 = 13;
-    /// What exponents of single precision count beyond those of half precision.
+    /// Difference of the exponent biases of float32 and float16.
     const BIAS: u32 = (127 - 15) << 23;
     let bits = u32::from(x.to_bits());
     let (sign, size) = ((bits & 0x8000) << 16, bits & 0x7fff);
     let widened = (size << DROPPED) + BIAS;
-    // Above these is infinity or none; below those are multiples of the smallest number, to which
-    // the exponent is added and taken away.
+    // Infinity and NaN get a further exponent bias. Subnormals are normalised by adding and
+    // subtracting a power of two.
     let widened = if size >= 0x7c00 { widened + BIAS } else { widened };
     let exponent = BIAS + (1 << 23);
     let small = f32::from_bits(widened + (1 << 23)) - f32::from_bits(exponent);
@@ -128,8 +128,8 @@ fn f32_of_f16(x: f16) -> f32 {
     f32::from_bits(number.to_bits() | sign)
 }
 
-/// The number, in units of [`FLOAT8_UNIT`]: a half-precision number with the same bits, of which
-/// exponents have one more, subnormal or not; none is a NaN, which is made one.
+/// Reinterprets e4m3 as scaled float16, in units of [`FLOAT8_UNIT`], subnormals included, then maps
+/// NaN.
 #[inline(always)]
 fn f32_of_float8(bits: u8) -> f32 {
     let number = i16::from(bits as i8) << 7 & !EXPONENT;
@@ -150,7 +150,7 @@ unsafe fn lanes<S: Simd, E: Stored>(row: &[E], i: usize) -> &[E] {
     unsafe { row.get_unchecked(i * count..(i + 1) * count) }
 }
 
-/// What has no instruction of its own: a number for each lane.
+/// Fallback without a conversion instruction: lane by lane.
 #[inline(always)]
 fn each<S: Simd, E>(
     simd: S,
@@ -173,7 +173,7 @@ pub struct StoredRows<'a, E> {
 }
 
 impl<'a, E: Stored> StoredRows<'a, E> {
-    /// Rows of so many numbers that begin at these numbers.
+    /// Rows of `numbers` elements, with these starts in elements.
     ///
     /// # Panics
     ///
@@ -256,7 +256,7 @@ mod tests {
     use super::*;
     use pulp::{Arch, Scalar256b, WithSimd};
 
-    /// The numbers of all elements that there are of a type, vector by vector.
+    /// Converts all values of an 8-bit or 16-bit type, vector by vector.
     struct All<'a, E>(&'a [E]);
 
     impl<E: Stored> WithSimd for All<'_, E> {
@@ -267,7 +267,8 @@ mod tests {
             let vectors = 0..self.0.len() * E::NUMBERS / S::F32_LANES.max(E::NUMBERS);
             let mut numbers = Vec::new();
             for i in vectors {
-                // SAFETY: there are so many; `native::dispatch` runs this, or vectors are arrays
+                // SAFETY: the slice has that many elements; `native::dispatch` runs this, or
+                // vectors are arrays
                 let vector = [unsafe { E::vector(simd, self.0, i) }];
                 numbers.extend_from_slice(bytemuck::cast_slice(&vector));
             }

@@ -1,17 +1,17 @@
-//! Who configures a thread's tile registers, and when.
+//! When a thread's AMX tile registers are configured.
 //!
-//! A product needs tiles of one shape, and the configuration is one of the thread: by the ABI any
-//! function that is called may leave another one. Between two products rows are called back, which
-//! may ask for attention themselves, or use tiles for something else. So every product looks at the
-//! configuration first, which takes as long as a product of two tiles, and loads it where it is
-//! not its own.
+//! A product needs tiles of one shape, but the configuration belongs to the thread, and the ABI
+//! lets any called function change it. Between two products, callbacks of the rows run, which may
+//! compute attention themselves or use tiles for something else. So every product checks the
+//! configuration first, which takes as long as a product of two tiles, and reloads it where it was
+//! changed.
 
 use super::lanes::Lanes;
 use super::pairs::{Mode, Pairs};
 use pulp::Simd;
 use std::marker::PhantomData;
 
-/// What `ldtilecfg` reads and `sttilecfg` writes.
+/// The memory layout that `ldtilecfg` reads and `sttilecfg` writes.
 #[repr(C, align(64))]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Shapes(pub(super) [u8; 64]);
@@ -35,14 +35,14 @@ impl Shapes {
     };
 }
 
-/// The tile registers of the thread that calls: a processor's, or a test's.
+/// The tile registers of the calling thread: the processor's, or a test's model.
 pub(super) trait Registers: Copy {
-    /// How they are configured; zeros where they are not.
+    /// The current configuration; zeros if there is none.
     fn shapes(self) -> Shapes;
 
     fn configure(self, shapes: &Shapes);
 
-    /// Leaves them without a configuration, which saves the system their contents.
+    /// Releases the tiles, so that the system does not save their contents.
     fn release(self);
 }
 
@@ -105,7 +105,7 @@ impl<S: Simd, const N: usize, R: Multiply<S, N>> Pairs<S, N> for &Tiles<R> {
         if self.registers.shapes() != Shapes::PRODUCT {
             self.registers.configure(&Shapes::PRODUCT);
         }
-        // SAFETY: they have, and nothing is called back until the product is computed
+        // SAFETY: the shapes were just set, and no callback runs until the product is done
         unsafe { self.registers.multiply(simd, factors, stride, by, mode, to) }
     }
 }
@@ -129,7 +129,7 @@ mod tests {
         static LOADS: Cell<usize> = const { Cell::new(0) };
     }
 
-    /// Registers that only know how they are configured. Any processor can have them.
+    /// A model of tile registers that only tracks their configuration, for any processor.
     #[derive(Clone, Copy)]
     struct Model;
 
@@ -180,7 +180,7 @@ mod tests {
         }
     }
 
-    /// Attention in tiles of the model; and how often these were configured.
+    /// Attention with modelled tiles; counts their configurations.
     fn attend(rows: &MadeUp) -> usize {
         let before = LOADS.get();
         let arch = Instructions::all()[0].vectors;

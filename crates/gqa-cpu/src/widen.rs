@@ -1,5 +1,4 @@
-//! Elements of a KV cache as numbers, row by row: what is read many times is converted once. And
-//! numbers as elements of 16 bits.
+//! Converts rows of the KV cache to float32, once for many reads, and float32 to 16-bit elements.
 
 use super::native;
 use super::stored::{Float8, Int4, Int8, Stored};
@@ -9,12 +8,12 @@ use std::{array, slice};
 
 /// What a cache may hold.
 pub trait CacheElement: Stored {
-    /// Of each pair of rows the numbers of the first, times their scales, into the second; `scales`
-    /// has one for each number, one for all, or none.
+    /// For each pair of rows, writes the elements of the first, times their scales, to the second.
+    /// `scales` has one for each element, one for all, or none.
     ///
     /// # Panics
     ///
-    /// Where a row has fewer numbers than are asked for.
+    /// Where a source row is shorter than its destination.
     fn widen_scaled<'a>(
         scales: &[f32],
         rows: &mut dyn Iterator<Item = (&'a [Self], &'a mut [f32])>,
@@ -24,7 +23,7 @@ pub trait CacheElement: Stored {
 macro_rules! cache_element {
     ($($element:ty),*) => {$(
         impl CacheElement for $element {
-            // Compiled here, once, and not where it is called.
+            // Never inlined: compiled once, in this crate.
             #[inline(never)]
             fn widen_scaled<'a>(
                 scales: &[f32],
@@ -37,7 +36,7 @@ macro_rules! cache_element {
 }
 cache_element!(f32, f16, bf16, Int8, Float8, Int4);
 
-/// Elements of the widest vector, of such as are a number each.
+/// Lanes of the widest vector, for types of one element each.
 const WIDEST: usize = 16;
 
 /// [`CacheElement::widen_scaled`](super::stored::CacheElement::widen_scaled).
@@ -48,7 +47,7 @@ pub(super) fn widen<'a, E: Stored>(
     native::dispatch(Arch::new(), Widen { scales, rows });
 }
 
-/// [`widen`], with the widest vectors there are.
+/// [`widen`], with the widest vectors of this processor.
 struct Widen<'s, 'a, E> {
     scales: &'s [f32],
     rows: &'s mut dyn Iterator<Item = (&'a [E], &'a mut [f32])>,
@@ -128,7 +127,7 @@ unsafe fn numbers<S: Simd, E: Stored>(simd: S, row: &[E], i: usize) -> S::f32s {
     if E::UNIT == 1.0 { numbers } else { simd.mul_f32s(numbers, simd.splat_f32s(E::UNIT)) }
 }
 
-/// What numbers of a row are multiplied by. Not a closure: it would be compiled for any processor.
+/// The scale of a row's elements. Not a closure: it would be compiled without the target features.
 trait Factor: Copy {
     /// Vector `i` of a row times its scales.
     fn times<S: Simd>(self, simd: S, i: usize, numbers: S::f32s) -> S::f32s;
@@ -171,12 +170,12 @@ impl Factor for Scales<'_> {
     }
 }
 
-/// Of each number the nearest of half precision.
+/// Rounds each element to float16.
 pub fn narrow_to_f16(from: &[f32], to: &mut [f16]) {
     native::dispatch(Arch::new(), ToF16 { from, to: bytemuck::cast_slice_mut(to) });
 }
 
-/// [`narrow_to_f16`], with the widest vectors there are.
+/// [`narrow_to_f16`], with the widest vectors of this processor.
 struct ToF16<'a> {
     from: &'a [f32],
     to: &'a mut [u16],
@@ -204,7 +203,7 @@ pub fn narrow_to_bf16(from: &[f32], to: &mut [bf16]) {
     native::dispatch(Arch::new(), ToBf16 { from, to });
 }
 
-/// [`narrow_to_bf16`], with the widest vectors there are.
+/// [`narrow_to_bf16`], with the widest vectors of this processor.
 struct ToBf16<'a> {
     from: &'a [f32],
     to: &'a mut [bf16],
@@ -221,10 +220,10 @@ impl WithSimd for ToBf16<'_> {
     }
 }
 
-/// The number as the library `half` rounds it, by integers that vectors have.
+/// Rounds to bfloat16 as the library `half` does, by integer operations that vectors have.
 #[inline(always)]
 fn nearest(bits: u32) -> u16 {
-    /// Bits of a number of single precision, but for its sign, above which it is none.
+    /// The bits of infinity; a larger magnitude is NaN.
     const INFINITY: u32 = 0x7f80_0000;
     const QUIET: u32 = 0x40;
     let even = (bits >> 16) & 1;

@@ -1,15 +1,15 @@
-//! Every way to put rows or elements into lanes gives what one number at a time gives. A test of
-//! its own: unit tests would compile all of them once more.
+//! Every mapping of rows or elements to lanes gives the scalar result. Not a unit test, which would
+//! compile all loops again.
 
 mod made_up;
 
 use gqa_cpu::{Instructions, Rows, attend};
 use made_up::MadeUp;
 
-/// What a weight's rounding to bfloat16 may make of sums.
+/// The error that rounding P to bfloat16 adds to sums.
 const ROUNDING: f64 = 1.0 / 128.0;
 
-/// Compares rows by all instructions that this processor has.
+/// Compares rows with all instruction sets of this processor.
 #[track_caller]
 fn check(rows: &MadeUp) {
     for instructions in Instructions::all() {
@@ -78,7 +78,7 @@ fn keys_and_values_may_have_no_numbers() {
     }
 }
 
-/// On a processor with AMX, tiles that the inner call releases are configured again.
+/// On a processor with AMX, tiles released by an inner call are configured again.
 #[test]
 fn rows_may_ask_for_attention_themselves() {
     fn meanwhile() {

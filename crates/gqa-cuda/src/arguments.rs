@@ -1,4 +1,4 @@
-//! A launch's arguments as the driver takes them.
+//! Marshals the arguments of a launch for the driver.
 
 use super::sys::EncodedTensorMap;
 use super::tensor_map;
@@ -13,12 +13,12 @@ const MAX_ARGUMENTS: usize = 24;
 /// More tensor maps than any kernel has.
 const MAX_TENSOR_MAPS: usize = 4;
 
-/// Where the memory of each argument of a launch starts; 0 where there is none.
+/// The device address of each argument of a launch; 0 for a null pointer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Addresses([u64; MAX_ARGUMENTS]);
 
 impl Addresses {
-    /// Of a launch that [`unknown`](Self::unknown) has accepted.
+    /// Resolves the addresses of a launch that [`unknown`](Self::unknown) has accepted.
     pub(super) fn new(launch: &Launch, tensors: &Views<'_>, workspace: Workspace) -> Self {
         let mut addresses = Self([0; MAX_ARGUMENTS]);
         for (address, arg) in addresses.0.iter_mut().zip(launch.args()) {
@@ -27,20 +27,20 @@ impl Addresses {
         addresses
     }
 
-    /// For a launch that is described before its memory is known.
+    /// Placeholder addresses, for a launch that is recorded before its memory is known.
     ///
-    /// Errs where the launch has other arguments than its kernel.
+    /// Errs if the arguments of the launch do not match its kernel.
     pub(super) fn unknown(launch: &Launch) -> Result<Self> {
         let entry = launch.entry();
         if takes(entry, launch.args(), launch.params()) {
             return Ok(Self([0; MAX_ARGUMENTS]));
         }
-        let other = format!("{} is launched with other arguments than it has", entry.name);
+        let other = format!("{}: the launch's arguments do not match the kernel's", entry.name);
         Err(Error::NoKernel(other))
     }
 
-    /// Calls `f` with a pointer to each argument, tensor maps and the parameters among them.
-    /// `launch` is the one that these were made for.
+    /// Calls `f` with a pointer to each argument, including tensor maps and the parameter struct.
+    /// `launch` must be the launch that these addresses were resolved for.
     pub(super) fn with<R>(
         &self,
         launch: &Launch,
@@ -51,7 +51,7 @@ impl Addresses {
         for (i, arg) in launch.args().iter().enumerate() {
             arguments[i] = std::ptr::from_ref(&self.0[i]).cast_mut().cast();
             if let Arg::Map(map) = arg {
-                // Maps are the first arguments. There is none of unknown memory.
+                // Tensor maps come first. Unknown memory has no map.
                 if self.0[i] != 0 {
                     maps[i] = tensor_map::encode(map, self.0[i], launch.entry().name)?;
                 }
@@ -64,7 +64,7 @@ impl Addresses {
     }
 }
 
-/// Whether the kernel has these arguments, and parameters of as many bytes.
+/// Whether the launch matches its kernel in the kinds of arguments and the size of the parameters.
 fn takes(entry: &Entry, args: &[Arg], params: &[u8]) -> bool {
     let is_map = |arg: &Arg| matches!(arg, Arg::Map(_));
     args.len() <= MAX_ARGUMENTS

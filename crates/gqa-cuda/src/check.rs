@@ -1,4 +1,4 @@
-//! What is checked of a call before its first launch.
+//! Checks of a call before its first launch.
 
 use super::overlap;
 use super::raw;
@@ -10,7 +10,7 @@ use gqa_plan::plan::{Plan, TensorId, Tensors};
 use gqa_plan::{Problem, ProblemFields};
 use gqa_tensor::{DType, Error, Result, Tensor, TensorView};
 
-/// Tensors that lead into others, as far as a call has them.
+/// Tensors of indices into other tensors, as far as the call has them.
 const INDICES: [TensorId; 6] = [
     TensorId::SeqlensK,
     TensorId::WriteIndices,
@@ -20,7 +20,7 @@ const INDICES: [TensorId; 6] = [
     TensorId::PositionIds,
 ];
 
-/// Whether `GQA_CHECK` asks for [`contents`].
+/// Whether `GQA_CHECK` enables [`contents`].
 ///
 /// # Errors
 /// Where it is neither 0 nor 1.
@@ -34,8 +34,8 @@ pub(super) fn is_on() -> Result<bool> {
     }
 }
 
-/// Errs unless tensors and scratch memory are what the plan wants, and, where `contents` are to be
-/// checked, hold what they may. Nothing is launched before.
+/// Checks tensors and scratch memory against the plan, and their contents if `contents` is set,
+/// before anything is launched.
 ///
 /// # Safety
 /// With `contents`, tensors and workspace are device memory of their stated sizes.
@@ -53,8 +53,8 @@ pub(super) unsafe fn call(
     if contents { unsafe { self::contents(plan, tensors, workspace, stream) } } else { Ok(()) }
 }
 
-/// Waits for the stream, and errs unless counters are zero, and lengths, positions and blocks lead
-/// into the tensors that they index.
+/// Waits for the stream, then checks that counters are zero and that lengths, positions and block
+/// tables stay within the tensors that they index.
 ///
 /// # Safety
 /// As of [`call`].
@@ -83,7 +83,7 @@ unsafe fn contents(
     contents::check_on_device(&problem, &views)
 }
 
-/// Errs unless counters are as each call leaves them.
+/// Every call leaves its counters at zero; checks that.
 fn zero(counters: &Tensor) -> Result<()> {
     let TensorView::I32(counts) = counters.view() else { return Ok(()) };
     let Some(i) = counts.iter().position(|&count| count != 0) else { return Ok(()) };
@@ -93,7 +93,7 @@ fn zero(counters: &Tensor) -> Result<()> {
     Err(Error::invalid("workspace.counters", got, allowed))
 }
 
-/// The call without rows behind the last sequence's tokens, which belong to no sequence.
+/// Drops the padding rows after the last sequence's tokens, which belong to no sequence.
 fn without_padding<'a>(
     problem: &Problem,
     views: Tensors<TensorView<'a>>,

@@ -1,13 +1,13 @@
-//! What is constant in the text of a launch's kernel.
+//! The kernel parameters that are folded into the PTX of a launch.
 
 use gqa_kernels::registry::Family;
 use gqa_plan::plan::{Arg, Fold, Launch};
 use gqa_ptx::Constants;
 
-/// The bytes of the kernel's parameters that are the same in every launch that shares them.
+/// The bytes of the kernel's parameters that every launch of the same layer (or call) shares.
 pub fn constants(launch: &Launch, fold: Fold) -> Constants {
     let mut constants = Constants::default();
-    // With them ptxas spills for SM 80 at head sizes 128 and 256. Not timed there.
+    // Folding makes ptxas spill on SM 80 at head sizes 128 and 256. Not timed there.
     let is_worse = matches!(launch.entry().family, Family::Tiled | Family::TiledPaged);
     let words = match fold {
         Fold::Off => return constants,

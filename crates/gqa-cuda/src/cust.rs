@@ -1,4 +1,5 @@
-//! Contexts, streams and device buffers of rust-cuda's cust, as ours (feature `cust`).
+//! Contexts, streams and device buffers of rust-cuda's cust, as types of this crate (feature
+//! `cust`).
 
 use super::device::Device;
 use super::error::DriverError;

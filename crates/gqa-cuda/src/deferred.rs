@@ -1,4 +1,4 @@
-//! Kernels whose constants are folded in the background, once they are launched often.
+//! Kernels that are specialized in the background once they are launched often.
 
 use super::kernel::Kernel;
 use gqa_kernels::registry::Entry;
@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Condvar, Mutex, Once, OnceLock, PoisonError};
 use std::thread;
 
-/// A program that calls so often with the same constants will call again.
+/// The launch count from which a program is expected to call again with the same constants.
 const LAUNCHES: u32 = 16;
 
 /// Compiles kernels on a device, from any thread.
@@ -22,7 +22,7 @@ pub(super) trait Compile: Clone + Send + 'static {
     ) -> Result<(Kernel, bool)>;
 }
 
-/// A kernel with constants that takes over when it is compiled.
+/// A specialized kernel that takes over once it is compiled.
 pub(super) struct Deferred {
     entry: &'static Entry,
     sm: u32,
@@ -41,8 +41,8 @@ impl Deferred {
         self.kernel.get().copied()
     }
 
-    /// Counts a launch, and gives the kernel if it is compiled. The last launch that is counted
-    /// starts the thread that compiles it.
+    /// Counts a launch, and returns the specialized kernel once it is compiled. Launch number
+    /// [`LAUNCHES`] starts the thread that compiles it.
     pub(super) fn launched(self: &Arc<Self>, device: &impl Compile) -> Option<Kernel> {
         if let Some(kernel) = self.kernel() {
             return Some(kernel);
@@ -59,19 +59,19 @@ impl Deferred {
     fn compile(&self, device: &impl Compile) {
         match device.compile(self.entry, self.sm, &self.constants) {
             Ok((kernel, true)) => _ = self.kernel.set(kernel),
-            // The general kernel goes on, and the log says why.
+            // The general kernel stays in use; the log has the reason.
             Ok((_, false)) => {}
             Err(error) => tracing::warn!(entry = self.entry.name, %error, "not folded"),
         }
     }
 }
 
-/// Threads that compile. The process waits for them at its exit, because the driver, which is
-/// unloaded then, must not be compiling.
+/// Background compiler threads. The process waits for them at exit, because exit unloads the
+/// driver, which must not be compiling then.
 struct Work {
     threads: Mutex<usize>,
     ended: Condvar,
-    /// The process whose threads they are: a forked child has this memory, and no such thread.
+    /// The process that the threads belong to: a forked child inherits this memory, but no threads.
     process: AtomicU32,
 }
 
@@ -79,7 +79,7 @@ static WORK: Work =
     Work { threads: Mutex::new(0), ended: Condvar::new(), process: AtomicU32::new(0) };
 
 impl Work {
-    /// Runs `work` in a thread of its own; where there can be none, not at all.
+    /// Runs `work` in a new thread; drops it if no thread can be started.
     fn start(work: impl FnOnce() + Send + 'static) {
         static AT_EXIT: Once = Once::new();
         // SAFETY: the function takes nothing, unwinds never, and lives as long as the process.
@@ -103,8 +103,8 @@ impl Work {
     }
 }
 
-/// Waits for the threads of this process. The child of a fork has none, and a lock that one of them
-/// held stays locked there.
+/// Waits for the threads of this process. A forked child must not wait: it has no threads, and a
+/// lock that one of them held stays locked.
 extern "C" fn wait_at_exit() {
     if WORK.process.load(Ordering::Acquire) != std::process::id() {
         return;

@@ -64,7 +64,7 @@ impl Drop for Inner {
     }
 }
 
-/// The devices that are open, so that a context's kernels are compiled once.
+/// All open devices, so that a context's kernels are compiled once.
 static OPEN: Mutex<Vec<Weak<Inner>>> = Mutex::new(Vec::new());
 
 impl Device {
@@ -79,8 +79,8 @@ impl Device {
         Self::with_context(Context::retain(ordinal)?, version)
     }
 
-    /// Opens a context that belongs to someone else, from its `CUcontext`. It is not destroyed with
-    /// the device.
+    /// Opens a context of another owner, from its `CUcontext`. Dropping the device does not destroy
+    /// it.
     ///
     /// # Errors
     /// As [`open`](Self::open).
@@ -127,7 +127,7 @@ impl Device {
         self.0.context.enter()
     }
 
-    /// The kernels that are loaded. The device must be entered before another one is.
+    /// The loaded kernels. The caller enters the device before it loads another one.
     pub(super) fn modules(&self) -> &Modules {
         &self.0.modules
     }

@@ -1,4 +1,4 @@
-//! What can go wrong between this program and a GPU.
+//! Errors of the driver and of GPUs.
 
 /// Why the GPU could not be used.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -10,7 +10,7 @@ pub enum DriverError {
         /// What the loader said.
         reason: String,
     },
-    /// The driver does not know the PTX that is shipped.
+    /// The driver is too old for the shipped PTX.
     #[error(
         "the NVIDIA driver supports CUDA {have}, but {module} needs CUDA {need} or newer: update the driver"
     )]
@@ -22,7 +22,7 @@ pub enum DriverError {
         /// PTX module.
         module: String,
     },
-    /// There is a driver and no GPU for it, or none of that number.
+    /// The driver finds no GPU, or none with this ordinal.
     #[error("no CUDA device: {reason}")]
     NoDevice {
         /// What was asked for.
@@ -65,7 +65,7 @@ pub enum DriverError {
     /// A kernel could not be launched, or failed while it ran.
     #[error("{kernel} failed ({code})")]
     LaunchFailed {
-        /// Entry name; or, where the failure came to light later, what was waited for.
+        /// Entry name, or the operation that reported an earlier failure.
         kernel: String,
         /// The driver's result.
         code: Code,

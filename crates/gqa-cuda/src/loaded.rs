@@ -1,4 +1,4 @@
-//! Plans whose kernels are on a device, and how they are put into streams.
+//! Plans whose kernels are loaded on a device, and how they are launched.
 
 use super::arguments::Addresses;
 use super::check;
@@ -20,8 +20,7 @@ use std::ffi::c_void;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// A plan on a device: its kernels are compiled and found. To enqueue it takes no lock, looks
-/// nothing up and allocates no memory.
+/// A plan loaded on a device. To enqueue it takes no lock, no lookup and no memory allocation.
 pub struct LoadedPlan {
     device: Device,
     plan: Arc<Plan>,
@@ -36,12 +35,12 @@ pub(super) struct LoadedKernel {
     kernel: Kernel,
     /// Whether constants are in its text.
     is_folded: bool,
-    /// The kernel with constants that takes over once this one was launched often enough.
+    /// The specialized kernel that takes over after enough launches of this one.
     deferred: Option<Arc<Deferred>>,
     pub(super) shape: Shape,
 }
 
-/// When a plan's constants are folded into its kernels.
+/// When the constants of a plan are folded into its kernels.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Folding {
     Now,
@@ -49,9 +48,9 @@ enum Folding {
 }
 
 impl Device {
-    /// Compiles and finds the plan's kernels: those that the GPU which the plan was made for gets,
-    /// with the constants of [`Plan::fold`] in their text. Plans of one layer share them. Worth
-    /// keeping as long as calls of that shape come.
+    /// Compiles the kernels that the plan's GPU gets, with the constants of [`Plan::fold`] folded
+    /// into their PTX. Plans of one layer share kernels. Keep the loaded plan as long as calls of
+    /// that shape come.
     ///
     /// # Errors
     /// Where the plan was made for a newer GPU, or for one with more shared memory, where the
@@ -60,9 +59,9 @@ impl Device {
         self.load_when(plan.into(), Folding::Now)
     }
 
-    /// As [`load`](Self::load), for programs that do not know which layers will call: kernels
-    /// without constants serve the first calls, and once plans with equal constants have launched
-    /// one 16 times, a thread in the background compiles it with these. Both compute the same bits.
+    /// As [`load`](Self::load), for callers that do not know which layers will call: general
+    /// kernels serve the first calls. Once plans with equal constants have launched a kernel 16
+    /// times, a background thread compiles it with these constants. Both compute the same bits.
     ///
     /// # Errors
     /// As [`load`](Self::load).
@@ -96,7 +95,7 @@ impl Device {
         Ok(LoadedKernel { kernel, is_folded, deferred, shape })
     }
 
-    /// Errs where the plan asks for what the GPU does not have.
+    /// Errs where the plan needs more than the GPU has.
     fn expect_runs(&self, plan: &Plan) -> Result<()> {
         let (have, want) = (self.info(), plan.device());
         let shared = plan.launches().iter().map(|launch| launch.entry().shared_bytes).max();
@@ -121,8 +120,8 @@ impl Device {
 
 fn shape(launch: &Launch, device: &DeviceInfo) -> Shape {
     let entry = launch.entry();
-    // A kernel made for clusters is launched as one even of one block: its instructions for them
-    // are illegal otherwise. What it is on a device without clusters has none.
+    // A kernel compiled for clusters is launched as a cluster even if it has one CTA: its cluster
+    // instructions are illegal otherwise. Its variant for devices without clusters has none.
     let has_cluster = entry.max_cluster > 1 && device.has(Capability::Clusters);
     Shape {
         grid: launch.grid(),
@@ -149,7 +148,7 @@ impl LoadedPlan {
         &self.kernels
     }
 
-    /// How many of its launches take a kernel with constants in its text by now.
+    /// The number of launches that use a specialized kernel by now.
     pub fn folded(&self) -> usize {
         self.kernels.iter().filter(|kernel| kernel.is_folded()).count()
     }
@@ -189,7 +188,7 @@ impl LoadedPlan {
         unsafe { self.enqueue_launches(0..self.kernels.len(), tensors, workspace, stream) }
     }
 
-    /// As [`enqueue`](Self::enqueue), for some of the plan's launches.
+    /// As [`enqueue`](Self::enqueue), for a range of the plan's launches.
     ///
     /// # Safety
     /// As [`enqueue`](Self::enqueue).
@@ -218,14 +217,14 @@ impl LoadedPlan {
             // sizes were just checked; the rest is the caller's.
             unsafe { self.kernels[number].launch(&self.device, launch, &addresses, place) }
         });
-        // After a failure, too, or a capture would not end.
+        // Joins the side stream after a failure too, or a capture would not end.
         if let Some(side) = forked {
             side.join(stream.raw())?;
         }
         launched
     }
 
-    /// Errs where there are no such launches, or where they share work with others.
+    /// Errs where the launches do not exist, or share a work queue with others.
     fn expect_launches(&self, launches: Range<usize>) -> Result<Range<usize>> {
         let all = self.plan.launches();
         if launches.start > launches.end || launches.end > all.len() {
@@ -247,14 +246,14 @@ impl LoadedKernel {
         self.is_folded || deferred.is_some_and(|deferred| deferred.kernel().is_some())
     }
 
-    /// The kernel to launch, which counts as a launch.
+    /// The kernel to launch; counts the launch.
     pub(super) fn function(&self, device: &Device) -> RawFunction {
         let folded = self.deferred.as_ref().and_then(|deferred| deferred.launched(device));
         folded.unwrap_or(self.kernel).function
     }
 
     /// # Safety
-    /// The addresses are those of memory that the launch may be given.
+    /// The addresses are of memory that the launch may access.
     unsafe fn launch(
         &self,
         device: &Device,
@@ -276,8 +275,8 @@ impl LoadedKernel {
         let _range = super::range::open(entry.name);
         let function = self.function(device);
         let launched = addresses.with(launch, |arguments| {
-            // SAFETY: one value per argument, then the parameters, of the sizes that the entry has;
-            // constants in the kernel's text are of this launch.
+            // SAFETY: the array has one value per argument, then the parameters, with the sizes of
+            // the entry; constants in the kernel's text are those of this launch.
             unsafe { module::launch(function, &self.shape, arguments, stream) }
         })?;
         launched.map_err(|failure| launch_failed(entry, failure))

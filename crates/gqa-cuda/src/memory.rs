@@ -54,8 +54,8 @@ impl DeviceTensor {
         stream.synchronize()
     }
 
-    /// Copies the elements of a host tensor of the same type again and again until this one is
-    /// full, within the GPU but for the first time, and waits until they are there.
+    /// Fills this tensor with repeated copies of a smaller host tensor of the same type, and waits.
+    /// Only the first copy comes from the host; the others stay on the GPU.
     ///
     /// # Errors
     /// Where the tensor has another type or no elements, or more than there is room for, or the
@@ -66,13 +66,15 @@ impl DeviceTensor {
             return Err(self.mismatch("repeat", tensor));
         }
         self.copied(stream, || {
-            // SAFETY: there is room, and the stream is waited for before the source can go.
+            // SAFETY: the tensor is large enough, and the stream is waited for before the source is
+            // freed.
             unsafe { raw::memory::copy_to_device(self.pointer, bytes, stream.raw())? };
             let mut filled = bytes.len();
             while filled < self.bytes {
                 let more = filled.min(self.bytes - filled);
                 let to = self.pointer + filled as u64;
-                // SAFETY: what is copied is there, and what is behind it has room for it.
+                // SAFETY: the source range was written before, and the range behind it is large
+                // enough.
                 unsafe { raw::memory::copy(to, self.pointer, more, stream.raw())? };
                 filled += more;
             }
@@ -138,7 +140,7 @@ impl DeviceTensor {
         })
     }
 
-    /// Runs a driver call on the memory, unless there is none.
+    /// Runs a driver call on the memory, unless the tensor is empty.
     fn copied(
         &self,
         stream: &Stream,

@@ -1,4 +1,4 @@
-//! The PTX that is shipped inside this library, and its modules once a GPU has compiled them.
+//! The PTX shipped inside this library, and the modules that a GPU has compiled from it.
 
 use super::deferred::Deferred;
 use super::error::{Code, CudaVersion, DriverError};
@@ -22,7 +22,7 @@ pub struct Shipped {
     pub arch: &'static str,
     /// PTX version, such as `8.0`.
     pub ptx_version: &'static str,
-    /// Names of kernels, and PTX with those alone as `gqa_ptx::pack` makes it.
+    /// Names of kernels, and their PTX as `gqa_ptx::pack` makes it.
     files: &'static [(&'static [&'static str], &'static [u8])],
 }
 
@@ -39,7 +39,7 @@ impl Shipped {
         format!("{}.{}", self.family, self.arch)
     }
 
-    /// Whether a device of that compute capability runs it.
+    /// Whether a device of that compute capability runs the module.
     pub fn runs_on(&self, sm: u32) -> bool {
         registry::runs_on(self.arch, sm)
     }
@@ -49,8 +49,8 @@ impl Shipped {
         self.files.iter().flat_map(|(names, _)| *names).copied()
     }
 
-    /// The PTX of a kernel; `None` where it is of another module. A driver compiles all that it is
-    /// given, so the text holds that kernel alone.
+    /// The PTX of one kernel; `None` where another module has it. The driver compiles all of a
+    /// text, so the text holds that kernel alone.
     ///
     /// # Errors
     ///
@@ -79,7 +79,7 @@ impl Shipped {
             |module: &&Self| module.runs_on(sm) && module.kernels().any(|name| name == entry.name);
         let mut modules: Vec<_> = SHIPPED.iter().filter(holds).collect();
         modules.sort_by_key(|module| Reverse(registry::number(module.arch)));
-        // What is compiled for GPUs without clusters takes each block of one for a cluster.
+        // Code compiled for GPUs without clusters would take each CTA for a cluster of one.
         if entry.max_cluster > 1 {
             modules.truncate(1);
         }
@@ -95,18 +95,18 @@ impl Shipped {
     }
 }
 
-/// A kernel's place. Its own lock is held while the kernel is compiled, so that threads wait only
-/// for a kernel that they want themselves.
+/// A slot for a kernel. Its lock is held while the kernel is compiled, so that threads wait only
+/// for a kernel that they need themselves.
 type Place = Arc<Mutex<Option<Kernel>>>;
 
-/// A module: the entry's name, the module's target, and what is constant in its text.
+/// Identifies a module: the entry's name, the module's target, and the folded constants.
 type Key = (&'static str, &'static str, Constants);
 
-/// The most modules with constants that a device has: a layer takes one for each of its kernels.
-/// They stay loaded, because a captured graph may launch them as long as the device exists.
+/// The most specialized modules per device: a layer takes one for each of its kernels. They stay
+/// loaded, because a captured graph may launch them as long as the device exists.
 const MOST_FOLDED: usize = 256;
 
-/// What a device has loaded: a module for each kernel, and for each set of its constants.
+/// The loaded kernels of a device: a module for each kernel and each set of its constants.
 pub(super) struct Modules {
     version: CudaVersion,
     places: Mutex<HashMap<Key, Place>>,
@@ -121,10 +121,10 @@ impl Modules {
         Self { version, places, deferred, refused }
     }
 
-    /// The kernel as GPUs of compute capability `sm`, times ten, get it, which is the device's or
-    /// an older one; compiled and loaded if it is asked for the first time. Also whether it has
-    /// `constants` in its text: not where the device has the most such modules, or where the driver
-    /// does not assemble that text. The device's context must be entered.
+    /// The kernel for compute capability `sm`, times ten, which is the device's or an older one;
+    /// compiled and loaded at the first request. Also whether `constants` are folded into it: not
+    /// if the device already has the maximum of such modules, or if the driver refuses the
+    /// specialized text. The device's context must be entered.
     pub(super) fn kernel(
         &self,
         entry: &'static Entry,
@@ -147,7 +147,7 @@ impl Modules {
         Ok((self.loaded(&place, entry, sm, shipped, &general)?, false))
     }
 
-    /// The place of a kernel with constants; `None` where it has none, or where there is no room.
+    /// The slot of a specialized kernel; `None` without constants, or if the maximum is reached.
     fn place_of_folded(
         &self,
         (entry, arch): (&'static str, &'static str),
@@ -163,8 +163,7 @@ impl Modules {
         (is_there || folded < MOST_FOLDED).then(|| places.entry(key).or_default().clone())
     }
 
-    /// The kernel that is folded once it was launched often enough, one for all plans that share
-    /// its constants.
+    /// The kernel that is specialized after enough launches; plans with equal constants share it.
     pub(super) fn deferred(
         &self,
         entry: &'static Entry,
@@ -223,7 +222,7 @@ impl Modules {
         Ok(Kernel { module, function })
     }
 
-    /// Forgets everything. The device's context must be entered.
+    /// Unloads all modules. The device's context must be entered.
     pub(super) fn unload(&self) {
         for (_, place) in lock(&self.places).drain() {
             lock(&place).take().into_iter().for_each(|kernel| unload(kernel.module));
@@ -237,12 +236,11 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 /// Unloads a module whose function is not used again.
 fn unload(module: RawModule) {
-    // SAFETY: made by `load`; its function is forgotten.
+    // SAFETY: made by `load`; its function is not used again.
     report(unsafe { raw::module::unload(module) });
 }
 
-/// A module of that entry alone, with constants in its text; `None` where the shipped text lacks
-/// the entry.
+/// A module with one entry and folded constants; `None` where the shipped text lacks the entry.
 fn load(
     shipped: &Shipped,
     entry: &str,

@@ -1,16 +1,16 @@
-//! Whether what a call writes is memory of its own.
+//! Whether outputs of a call overlap other memory of the call.
 
 use super::views::{DeviceView, Views, Workspace};
 use gqa_plan::Problem;
 use gqa_plan::plan::{Plan, TensorId, TensorSpec};
 use gqa_tensor::{Error, Result};
 
-/// More tensors than any call has, its workspace and its counters.
+/// At least the number of tensors of any call, its workspace and its counters.
 const MOST: usize = TensorId::ALL.len() + 2;
 
-/// Errs where a tensor that the call writes, its workspace or its counters share memory with
-/// anything else of the call. Inputs may share theirs, as key and value or the parts of a packed
-/// tensor do; elements between the rows of a strided tensor may belong to others.
+/// Errs where an output, the workspace or the counters overlap any other memory of the call. Inputs
+/// may overlap, as key and value or the parts of a packed tensor do. Elements between the rows of a
+/// strided tensor may belong to another tensor.
 pub(super) fn check(plan: &Plan, views: &Views<'_>, workspace: Workspace) -> Result<()> {
     let mut regions = [Region::NONE; MOST];
     let tensors = plan.tensors().iter().filter(|(_, spec)| !spec.is_empty());
@@ -67,7 +67,7 @@ impl Region {
         ]
     }
 
-    /// Whether they share memory that either of them writes.
+    /// Whether they overlap and either of them is written.
     fn overlaps(&self, other: &Self) -> bool {
         (self.written || other.written) && self.place.overlaps(&other.place)
     }
@@ -83,14 +83,14 @@ impl Region {
     }
 }
 
-/// Which bytes belong to a tensor: runs of `run` bytes, repeated with up to three strides.
+/// The bytes of a tensor: runs of `run` bytes, repeated with up to three strides.
 #[derive(Clone, Copy, Debug)]
 struct Place {
     start: u64,
     /// Behind the last byte.
     end: u64,
     run: u64,
-    /// Bytes from one run to the next, and how many there are.
+    /// The stride from one run to the next, and the number of runs.
     steps: [(u64, u64); 3],
 }
 
@@ -118,10 +118,10 @@ impl Place {
         self.is_solid() && other.is_solid() || self.meets(other)
     }
 
-    /// The same of places whose first and last bytes do not tell. A run of this one is at
-    /// `start + sum(i * stride)`. It meets one of the other where the distance of the two is less
-    /// than a run: where a sum of the strides of both, each times an integer in its range, is in
-    /// an interval.
+    /// The exact test, where first and last bytes do not decide. A run of this region begins at
+    /// `start + sum(i * stride)`. It meets a run of the other where their distance is less than a
+    /// run: where a sum of multiples of both regions' strides, within their counts, falls in an
+    /// interval.
     fn meets(&self, other: &Self) -> bool {
         let apart = i128::from(other.start) - i128::from(self.start);
         let wanted = [apart - i128::from(self.run) + 1, apart + i128::from(other.run) - 1];
@@ -133,7 +133,7 @@ impl Place {
         }
         terms[3..].iter_mut().for_each(|term| term.range = [-term.range[1], 0]);
         terms.sort_unstable_by_key(|term| std::cmp::Reverse(term.stride));
-        // Equal strides are one: as many steps as one place makes more than the other.
+        // Equal strides are merged; only the difference of their multiples counts.
         for i in 1..terms.len() {
             if terms[i].stride == terms[i - 1].stride {
                 let [low, high] = terms[i - 1].range;
@@ -154,9 +154,9 @@ struct Term {
 }
 
 impl Term {
-    /// Whether a sum of one multiple of each term is in the interval. Strides of a tensor are
-    /// nested, as a rule, so that few multiples come into question; where they are not, `tried`
-    /// ends the search, and the places are taken for overlapping.
+    /// Whether a sum of one multiple of each term falls in the interval. Strides of a tensor are
+    /// usually nested, so that few multiples need a look. Where they are not, `tried` ends the
+    /// search, and the regions count as overlapping.
     fn reach(terms: &[Self], [low, high]: [i128; 2], tried: &mut u32) -> bool {
         const MOST_TRIED: u32 = 1 << 14;
         let Some((term, rest)) = terms.split_first() else { return low <= 0 && 0 <= high };
@@ -204,7 +204,7 @@ mod tests {
         }
     }
 
-    /// Query and output side by side in each row of one buffer, as large as they come.
+    /// Query and output interleaved in the rows of one buffer, at the largest sizes.
     #[test]
     fn rows_of_one_buffer_are_told_apart_without_a_search() {
         const HEAD: u64 = 256;

@@ -25,7 +25,7 @@ mod nvtx {
     use std::sync::OnceLock;
     use std::sync::atomic::{AtomicPtr, Ordering};
 
-    /// Where a function of the profiler is kept; null: it has none.
+    /// The slot for a function of the profiler; null if it sets none.
     type Slot = AtomicPtr<c_void>;
 
     /// Functions of a module: numbers 1 to 15.
@@ -70,7 +70,7 @@ mod nvtx {
 
     extern "C" fn set_injection_version(_: u32) {}
 
-    /// Stores a module's table and its length; 1 for a module that there is.
+    /// Returns a module's table and its length; 1 for a known module.
     extern "C" fn module_table(
         module: c_uint,
         table: *mut *const *const Slot,
@@ -99,7 +99,7 @@ mod nvtx {
         1
     }
 
-    /// The profiler's way to the tables: 1 for functions, 3 for versions.
+    /// The entry point by which the profiler gets the tables: 1 for functions, 3 for versions.
     extern "C" fn export_table(id: u32) -> *const c_void {
         match id {
             1 => (&raw const CALLBACKS).cast(),

@@ -1,4 +1,4 @@
-//! Plans recorded as CUDA graphs that take other memory with every replay.
+//! Plans recorded as CUDA graphs whose memory may change with every replay.
 
 use super::arguments::Addresses;
 use super::check;
@@ -14,9 +14,9 @@ use gqa_tensor::Result;
 use std::sync::Arc;
 
 /// A plan recorded as a CUDA graph of its launches: [`enqueue`](Self::enqueue) does what
-/// [`LoadedPlan::enqueue`] does, for about half of the processor's time where the plan has several
-/// launches, and as a rule somewhat less where it has one. Unlike a captured
-/// [`Graph`](super::Graph), which takes less still, it is not bound to memory.
+/// [`LoadedPlan::enqueue`] does, for about half of the CPU time where the plan has several
+/// launches, and usually somewhat less where it has one. Unlike a captured [`Graph`](super::Graph),
+/// which takes less still, it is not bound to fixed addresses.
 ///
 /// On the GPU the first launch begins when all that is ahead of it in the stream has ended,
 /// whereas [`LoadedPlan::enqueue`] lets a decode step begin before that.
@@ -35,8 +35,8 @@ pub struct Recording {
 unsafe impl Send for Recording {}
 
 impl LoadedPlan {
-    /// Records the plan. Worth it for plans that run often, such as that of all decode steps of a
-    /// sequence, which a [`Planner`](gqa_plan::plan::Planner) finds.
+    /// Records the plan. Worth it for plans that run often, such as the one plan that a
+    /// [`Planner`](gqa_plan::plan::Planner) keeps for all decode steps of a sequence.
     ///
     /// # Errors
     /// Where the driver cannot make the graph.
@@ -56,8 +56,8 @@ impl LoadedPlan {
     }
 }
 
-/// The launch that launch `number` waits for: one that overlaps another waits for what that one
-/// waits for, and whoever follows for it.
+/// The launch that launch `number` waits for. A concurrent launch waits for the same launch as the
+/// one that it overlaps, and the next launch waits for both.
 fn ahead(launches: &[Launch], number: usize) -> Option<usize> {
     let ahead = launches[..number].iter().rposition(|launch| !launch.concurrent())?;
     match launches[number].overlaps() && !launches[ahead].overlaps() {
@@ -122,7 +122,7 @@ struct Node {
 }
 
 impl Node {
-    /// Lets the launch work on that memory from the next replay on.
+    /// Gives the launch new addresses from the next replay on.
     fn direct(&mut self, exec: RawGraphExec, launch: &Launch, addresses: Addresses) -> Result<()> {
         if self.addresses == addresses {
             return Ok(());
@@ -150,7 +150,7 @@ impl NodeGraph {
         Ok(Self { device: device.clone(), raw: raw::graph::create()? })
     }
 
-    /// Adds a launch that runs behind another one, on no memory yet.
+    /// Adds a launch behind another one, without memory yet.
     fn add(&self, launch: &Launch, kernel: &LoadedKernel, after: Option<&Node>) -> Result<Node> {
         let addresses = Addresses::unknown(launch)?;
         let (after, shape) = (after.map(|node| node.raw), kernel.shape);

@@ -1,13 +1,13 @@
-//! A second stream beside a caller's, for launches that those behind them do not wait for.
+//! A second stream beside a caller's, for launches that later launches do not wait for.
 
 use super::raw::{self, Failure, report};
 use super::sys::{RawEvent, RawStream};
 
-/// A stream of the greatest priority that forks from another one and joins it again. Its blocks
-/// take free SMs first: those of the other stream fill what they leave.
+/// A stream of the greatest priority that forks from the main stream and joins it again. Its CTAs
+/// take free SMs first, and CTAs of the main stream fill the rest.
 pub(super) struct SideStream {
     raw: RawStream,
-    /// Where it forks from the other stream, and where it joins it.
+    /// Events of the fork and of the join.
     events: [RawEvent; 2],
 }
 
@@ -24,13 +24,13 @@ impl SideStream {
         Ok(Self { raw: raw::stream::create_urgent()?, events })
     }
 
-    /// The stream, whose next work begins when all work that is in `main` has ended.
+    /// The stream; its next work begins when all earlier work in `main` has ended.
     pub(super) fn fork(&self, main: RawStream) -> Result<RawStream, Failure> {
         pass(self.events[0], main, self.raw)?;
         Ok(self.raw)
     }
 
-    /// Lets the next work of `main` wait for the stream's.
+    /// Makes the next work of `main` wait for this stream.
     pub(super) fn join(&self, main: RawStream) -> Result<(), Failure> {
         pass(self.events[1], self.raw, main)
     }
@@ -46,7 +46,7 @@ impl SideStream {
 }
 
 fn pass(event: RawEvent, from: RawStream, to: RawStream) -> Result<(), Failure> {
-    // SAFETY: all three live: their owner is borrowed, and whoever enqueues owns the other stream.
+    // SAFETY: all three exist: their owner is borrowed, and the caller that enqueues owns `main`.
     unsafe {
         raw::stream::record(event, from)?;
         raw::stream::wait_for(event, to)

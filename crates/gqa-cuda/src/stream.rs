@@ -8,12 +8,13 @@ use gqa_tensor::{Error, Result};
 use std::ffi::c_void;
 use std::sync::OnceLock;
 
-/// A stream, owned or someone else's. Work in it runs in order, and beside that of other streams.
+/// A stream, owned or borrowed from another owner. Its work runs in order, concurrently with that
+/// of other streams.
 pub struct Stream {
     device: Device,
     raw: RawStream,
     owner: Owner,
-    /// Made for the first plan with concurrent launches.
+    /// Created for the first plan with concurrent launches.
     side: OnceLock<SideStream>,
 }
 
@@ -44,8 +45,8 @@ impl Stream {
         Ok(Self { device: device.clone(), raw, owner: Owner::This, side: OnceLock::new() })
     }
 
-    /// A stream that belongs to someone else, from its `CUstream` (which is what `cudaStream_t`
-    /// is, too); null is the context's default stream. It is not destroyed with this value.
+    /// A stream of another owner, from its `CUstream` (which is what `cudaStream_t` is, too); null
+    /// is the context's default stream. It is not destroyed with this value.
     ///
     /// A plan with concurrent launches uses a second stream, which this value makes once and
     /// keeps: keep the value as long as the stream is in use instead of making one for each call.
@@ -70,7 +71,7 @@ impl Stream {
         Ok(Self { device: device.clone(), raw, owner: Owner::Other, side: OnceLock::new() })
     }
 
-    /// The same, with its owner alive as long as this value.
+    /// As above, and keeps the stream's owner alive as long as this value.
     #[cfg(feature = "cust")]
     pub(super) fn keeping(mut self, owner: impl std::any::Any + Send + Sync) -> Self {
         self.owner = Owner::Kept { _owner: Box::new(owner) };
@@ -98,7 +99,7 @@ impl Stream {
         })
     }
 
-    /// Seconds that the GPU takes for what `work` puts into the stream; waits for it.
+    /// Seconds that the GPU takes for the work that `work` enqueues; waits for it.
     ///
     /// # Errors
     /// Those of `work`, and where a kernel has failed.
@@ -110,7 +111,7 @@ impl Stream {
         end.seconds_since(&start)
     }
 
-    /// Runs a driver call with the stream's context.
+    /// Runs a driver call in the stream's context.
     pub(super) fn with<T>(&self, call: impl FnOnce() -> Result<T, Failure>) -> Result<T> {
         let _entered = self.device.enter()?;
         Ok(call()?)

@@ -1,5 +1,5 @@
-//! What the library asks of a driver, on one without a GPU: `fake_driver/libcuda.rs`, which each
-//! test here compiles, unless that was done before, and finds in place of NVIDIA's.
+//! Tests of the library's driver calls, on a fake driver without a GPU: `fake_driver/libcuda.rs`,
+//! which tests compile once and load in place of NVIDIA's.
 #![cfg(target_os = "linux")]
 
 mod fake_driver;
@@ -23,7 +23,7 @@ fn layer() -> Layer {
 /// Rows of the KV cache of [`step`].
 const CAPACITY: usize = 1 << 16;
 
-/// A decode step of one sequence, so long that splits of its keys meet at counters.
+/// A decode step of one sequence, long enough for splits that are merged through counters.
 fn step() -> Problem {
     let layer = Layer::new(DType::BF16, Heads { query: 4, kv: 1, size: 128 });
     layer.dense(Dense::decode(1, CAPACITY)).unwrap()
@@ -51,7 +51,7 @@ fn what_other_threads_do_is_not_captured() {
         let (mine, theirs) = (Arc::new(call()), call());
         let launches = mine.plan().launches().len();
         let before = fake.launched();
-        // The other thread's turn comes while this one begins its capture.
+        // Lets the other thread run while this one begins its capture.
         fake.delay_captures(200);
         let graph = std::thread::scope(|scope| {
             scope.spawn(|| {
@@ -78,7 +78,8 @@ fn what_other_threads_do_is_not_captured() {
 #[test]
 fn a_device_that_is_opened_keeps_its_context_alive() {
     with_fake_driver(&[], |fake| {
-        // SAFETY: the primary context, which is retained until the devices that borrow it are gone.
+        // SAFETY: the primary context, which is retained until the devices that borrow it are
+        // dropped.
         let borrowed = |context| unsafe { Device::from_raw_context(context) }.unwrap();
         let context = fake.retain();
         let first = borrowed(context);
@@ -102,7 +103,7 @@ fn a_device_that_is_opened_keeps_its_context_alive() {
     });
 }
 
-/// A plan with memory of its own for each of its tensors.
+/// A plan with separate memory for each of its tensors.
 struct Tensors {
     device: Device,
     stream: Stream,
@@ -175,7 +176,7 @@ fn tensors_that_overlap_what_is_written_are_refused_by_both_names() {
     with_fake_driver(&[], |fake| {
         let call = Tensors::of(&step());
         let scratch = call.scratch();
-        // With the tensor `id` where `other` is, and so many bytes further.
+        // With the tensor `id` moved to the place of `other`, plus an offset in bytes.
         let moved = |id, other, bytes: u64| {
             let mut views = call.views();
             let pointer = call.at(other) + bytes;
@@ -196,7 +197,7 @@ fn tensors_that_overlap_what_is_written_are_refused_by_both_names() {
             let named = names.iter().all(|name| error.contains(name));
             assert!(named && error.contains("allowed: memory of its own"), "{error}");
         }
-        // Inputs may share memory, and neighbours are no overlap.
+        // Inputs may share memory, and adjacent tensors do not overlap.
         call.enqueue(&moved(Value, Key, 0), scratch).unwrap();
         call.enqueue(&call.views(), scratch).unwrap();
 
@@ -236,8 +237,8 @@ fn slices_of_one_buffer_do_not_overlap() {
 
 const ON: &[(&str, &str)] = &[("GQA_CHECK", "1")];
 
-/// Lengths, table and starts of [`paged`] that are what they should be: 16 and 3 tokens before, 1
-/// and 2 new ones, an empty sequence, and 5 rows that belong to none.
+/// Valid lengths, table and starts for [`paged`]: 16 and 3 tokens before, 1 and 2 new ones, an
+/// empty sequence, and 5 padding rows.
 fn upload_paged(call: &Tensors) {
     call.upload(TensorId::SeqlensK, &int32([16, 3, 0]));
     call.upload(TensorId::CumulativeSequenceLength, &int32([0, 1, 3, 3]));
@@ -304,7 +305,7 @@ fn slots_of_checked_calls_lead_into_the_cache() {
         let call = Paged::new(3, 8, [20, 16, 4]).most_tokens(4).longest(64).slot_mapping();
         let call = Tensors::of(&layer().paged(call).unwrap());
         upload_paged(&call);
-        // Rows that belong to no sequence have no slot.
+        // Padding rows have no slot.
         let slots = |last| int32([16, 304, last, 7777, -9, 0, 0, 0]);
         call.upload(TensorId::SlotMapping, &slots(305));
         call.enqueue(&call.views(), call.scratch()).unwrap();
@@ -359,7 +360,7 @@ fn a_switch_is_0_or_1() {
     });
 }
 
-/// Without the switch nothing waits for the GPU, and nothing of its memory is read.
+/// Without the switch no call waits for the GPU or reads its memory.
 #[test]
 fn calls_that_are_not_checked_wait_for_nothing() {
     for value in ["", "0"] {
@@ -392,7 +393,7 @@ fn a_launch_that_the_driver_refuses_is_named() {
     });
 }
 
-/// The plan of a decode step over a cache of so many rows, with these constants in its kernels.
+/// The plan of a decode step over a cache of that many rows, with these constants folded in.
 fn decode(capacity: usize, fold: Fold, device: &Device) -> Arc<Plan> {
     let problem = layer().dense(Dense::decode(1, capacity)).unwrap();
     let options = PlanOptions { fold, ..PlanOptions::default() };

@@ -1,4 +1,4 @@
-//! A prompt and a token on the CPU, with a cache that past and present share.
+//! A prefill and a decode step on the CPU, with a shared cache.
 //!
 //! `cargo run --example cpu`
 

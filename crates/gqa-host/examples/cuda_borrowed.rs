@@ -1,5 +1,5 @@
-//! A decode step as an engine runs it, on its own memory and stream: here they are cudarc's.
-//! Nothing is allocated, copied or waited for on its behalf.
+//! A decode step as an engine runs it, on its own memory and stream: here they are cudarc's. The
+//! library allocates nothing, copies nothing and waits for nothing.
 //!
 //! `cargo run --release --example cuda_borrowed`; without a GPU it says so.
 

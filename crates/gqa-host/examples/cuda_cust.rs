@@ -1,7 +1,7 @@
 //! A decode step on memory and a stream of rust-cuda's cust.
 //!
-//! cust needs a CUDA toolkit to build, so this example is not built unless it is asked for:
-//! `cargo run --release --features cust --example cuda_cust`; without a GPU it says so.
+//! cust needs a CUDA toolkit to build, so this example is only built on request: `cargo run
+//! --release --features cust --example cuda_cust`; without a GPU it says so.
 
 use cust::context::Context;
 use cust::memory::{CopyDestination, DeviceBuffer};

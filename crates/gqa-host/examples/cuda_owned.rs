@@ -1,4 +1,4 @@
-//! A call whose memory belongs to it, on a GPU.
+//! A call that owns its memory, on a GPU.
 //!
 //! `cargo run --release --example cuda_owned`; without a GPU it says so.
 
@@ -38,7 +38,7 @@ fn main() -> gqa_host::Result<()> {
     let problem =
         GroupQueryAttention::new(32, 8).problem_from_shapes(&shapes, CacheBinding::Shared)?;
 
-    // Every tensor of the problem, and the workspace, are allocated here; nothing is later.
+    // Allocates every tensor of the problem and the workspace; later steps allocate nothing.
     let call = Call::new(&device, plan(&problem, device.info(), &PlanOptions::from_env()?)?)?;
     let stream = Stream::new(&device)?;
     call.upload(TensorId::Query, &query, &stream)?;

@@ -1,7 +1,7 @@
-//! A decode step over a paged KV cache in a CUDA graph, beside the same step over a cache that each
-//! sequence has for itself. Graphs walk over several caches, so that each step finds its own in
-//! device memory. Block tables and lengths are read on the GPU: a graph stays good while sequences
-//! grow within the bounds.
+//! A decode step over a paged KV cache in a CUDA graph, compared with the same step over a
+//! contiguous cache. Graphs walk over several caches, so that each step finds its own in device
+//! memory. Block tables and lengths are read on the GPU: a graph stays good while sequences grow
+//! within the bounds.
 //!
 //! `cargo run --release --example paged_graph`; without a GPU it says so.
 

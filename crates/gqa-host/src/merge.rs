@@ -1,4 +1,4 @@
-//! Attention over all keys, from attention over parts of them.
+//! Merges attention over parts of the keys into attention over all keys.
 
 use crate::backend::cpu::{Rayon, each};
 use gqa_tensor::{DType, Error, Result, TensorView, TensorViewMut};
@@ -6,7 +6,7 @@ use half::{bf16, f16};
 
 /// Attention over some of the keys: `output` of shape (batch, rows, heads, size), of a
 /// floating-point type, and the natural logarithms of its softmax denominators, float32 of shape
-/// (batch, heads, rows). -inf says that a row saw none of these keys; its output counts nothing.
+/// (batch, heads, rows). -inf marks a row without keys in this part; its output is ignored.
 #[derive(Clone, Copy, Debug)]
 pub struct State<'a> {
     /// Attention's output.
@@ -16,8 +16,8 @@ pub struct State<'a> {
 }
 
 /// Merges attention over parts of the keys into attention over all of them: `output`, of the parts'
-/// type or float32, and `lse`. Exact but for rounding, in whatever way keys were parted, as long as
-/// each was in one part and an attention sink in one.
+/// type or float32, and `lse`. Exact up to rounding for any partition of the keys, with an
+/// attention sink in one part at most.
 ///
 /// `shape` is (batch, rows, heads, size).
 ///
@@ -64,7 +64,7 @@ pub fn merge_states(
     Ok(())
 }
 
-/// Errs unless everything has as many elements as `shape` says, and outputs have one type.
+/// Checks that everything has as many elements as `shape`, and that outputs have one type.
 fn check(
     states: &[State<'_>],
     shape: [usize; 4],
@@ -109,7 +109,7 @@ struct Merge<'a> {
 }
 
 impl Merge<'_> {
-    /// The logarithm of all parts' denominators together, of element `i` of their log-sum-exps.
+    /// The log-sum-exp over all parts, for element `i` of their log-sum-exps.
     fn denominator(&self, i: usize) -> f64 {
         let all = || self.states.iter().map(|state| f64::from(state.lse[i]));
         let most = all().fold(f64::NEG_INFINITY, f64::max);
@@ -133,7 +133,7 @@ impl Merge<'_> {
         });
     }
 
-    /// The output of a head of a row, the `at`th of all.
+    /// The output of head-row `at`, counted over all.
     fn head(&self, at: usize, sums: &mut [f64]) {
         let (row, head) = (at / self.heads, at % self.heads);
         let (entry, row) = (row / self.rows, row % self.rows);

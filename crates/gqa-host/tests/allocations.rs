@@ -1,5 +1,5 @@
-//! A step whose shape was seen allocates no memory on the host: neither its plan nor, where there
-//! is a GPU, its launches.
+//! A step with a known shape allocates no host memory: neither its plan nor, with a GPU, its
+//! launches.
 
 #[allow(dead_code, reason = "each test uses a part")]
 #[path = "suite/step/mod.rs"]

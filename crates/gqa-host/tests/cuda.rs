@@ -1,4 +1,4 @@
-//! The CUDA back end where there is a GPU, and its error values where there is none.
+//! The CUDA back end with a GPU, and its errors without one.
 #![cfg(feature = "cuda")]
 
 #[allow(dead_code, reason = "each test uses a part")]
@@ -58,7 +58,7 @@ fn the_gpu_agrees_with_the_reference() {
     }
 }
 
-/// Decode, a mixed batch and a chunk of few tokens, where the kernels of each read the rows.
+/// Decode, a mixed batch and a chunk of few tokens, with kernels that read quantized rows.
 #[test]
 #[ignore = "needs a GPU"]
 fn tokens_of_paged_calls_may_be_slices_of_larger_ones() {
@@ -133,8 +133,8 @@ fn a_graph_captured_once_follows_the_lengths() {
     assert!(seconds > 0.0 && seconds < 1.0, "{seconds}");
 }
 
-/// One recording, on the memory of two calls in turn: a decode step in clusters, and a prompt whose
-/// launches take tensor maps.
+/// One recording, replayed on the memory of two calls in turn: a decode step in clusters, and a
+/// prefill with tensor maps.
 #[test]
 #[ignore = "needs a GPU"]
 fn a_recording_runs_on_other_memory_each_time() {
@@ -200,9 +200,8 @@ fn launches_one_by_one_are_the_call() {
     }
 }
 
-/// Token steps may start before the launch ahead of them has ended: in clusters when that has,
-/// alone as soon as there is a place. Each of these asks with the output of the one before, of the
-/// rows that all of them have appended.
+/// Decode steps may start before the launch ahead of them has ended. Each step's query is the
+/// previous step's output, over the rows that all steps have appended.
 #[test]
 #[ignore = "needs a GPU"]
 fn steps_in_a_row_see_what_those_before_them_wrote() {
@@ -212,8 +211,8 @@ fn steps_in_a_row_see_what_those_before_them_wrote() {
     }
 }
 
-/// The same of as many caches as layers in turn, so that the launch ahead is another layer's: a
-/// step reads its cache before that one has ended.
+/// The same with one cache per layer in turn, so that the launch ahead is another layer's: a step
+/// reads its cache before that one has ended.
 #[test]
 #[ignore = "needs a GPU"]
 fn steps_of_layers_in_turn_read_their_prefetch_caches_early() {

@@ -1,5 +1,5 @@
-//! docs/env.md and docs/support.md say what the options, the registry and the planner say, files
-//! that documents and comments name are there, and what ARCHITECTURE.md says of `asm!` holds.
+//! docs/env.md and docs/support.md match the options, the registry and the planner; files named in
+//! documents and comments exist; and ARCHITECTURE.md's rule about `asm!` holds.
 //!
 //! `BLESS=1 cargo test -p gqa-host --test docs` writes the first two.
 
@@ -16,7 +16,7 @@ fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
 }
 
-/// The file is `text`; with BLESS set it is made so.
+/// Compares the file with `text`; with BLESS set, writes it.
 fn check(name: &str, text: &str) {
     let path = root().join("docs").join(name);
     if std::env::var_os("BLESS").is_some() {
@@ -44,7 +44,7 @@ fn environment_variables_are_documented() {
     check("env.md", &text);
 }
 
-/// A call for the table of what the planner chooses.
+/// A call for the table of the planner's choices.
 struct Call {
     name: &'static str,
     rows: usize,
@@ -302,12 +302,12 @@ fn paths(folder: &str) -> Vec<String> {
     paths
 }
 
-/// What stands between backquotes and looks like a file or a folder of the repository.
+/// Text between backquotes that looks like a file or a folder of the repository.
 fn named(line: &str) -> impl Iterator<Item = &str> {
     const ENDS: [&str; 6] = [".rs", ".py", ".md", ".sh", ".toml", ".json"];
     let is_path = |word: &&str| {
         let plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '_' | '-' | '.' | '/');
-        // Capitals stand for names that somebody chooses.
+        // Capitals are placeholders.
         let is_example = !word.ends_with(".md") && word.contains(|c: char| c.is_ascii_uppercase());
         let is_file = ENDS.iter().any(|end| word.ends_with(end));
         let is_folder = word.contains('/') && word.starts_with(|c: char| c.is_ascii_lowercase());
@@ -325,7 +325,7 @@ fn files_that_are_named_are_there() {
             |path: &String| path.strip_suffix(name).is_some_and(|rest| rest.ends_with('/'));
         all.iter().any(|path| path == name || is_end(path))
     };
-    // What a file was called when something was measured stays what it was called.
+    // Measured results keep the names that files had then.
     let is_history = |path: &str| {
         path.starts_with("docs/results/") || matches!(path, "docs/perf-log.md" | "CHANGELOG.md")
     };
@@ -351,7 +351,7 @@ fn files_that_are_named_are_there() {
     assert!(missing.is_empty(), "files that are not there:\n{}", missing.join("\n"));
 }
 
-/// Everything else of a kernel is Rust that runs on the simulated machine, too.
+/// All other kernel code is Rust that also runs on the simulated machine.
 #[test]
 fn only_one_folder_has_assembly() {
     let folder = "crates/gqa-kernels/src";

@@ -36,7 +36,7 @@ impl Kind {
     }
 }
 
-/// A node's attributes, each of them one that the operator has, of the right type, given once.
+/// A node's attributes: each is known to the operator, has the right type, and occurs once.
 pub(crate) struct Attributes<'a>(&'a [AttributeProto]);
 
 impl<'a> Attributes<'a> {

@@ -61,11 +61,11 @@ impl Checked {
 pub struct OutputCheck {
     /// Name in the graph; with several data sets, behind the data set's.
     pub name: String,
-    /// The comparison, or how shape or element type differ.
+    /// The comparison, or the difference in shape or element type.
     pub found: Result<Comparison, String>,
 }
 
-/// meta.json; fields that say where a case comes from are for readers.
+/// meta.json; fields about the origin of a case are ignored.
 #[derive(Deserialize, Default)]
 struct Meta {
     tolerance: Option<MetaTolerance>,
@@ -105,7 +105,7 @@ pub fn find_cases(path: &Path) -> Result<Vec<Case>> {
     Ok(cases)
 }
 
-/// A model or a data set makes a folder a case, if only a broken one.
+/// A model or a data set makes a folder a case, even an incomplete one.
 fn is_case(path: &Path) -> Result<bool> {
     Ok(file::has(path, "model.onnx")? || file::has(path, "test_data_set_0")?)
 }
@@ -154,7 +154,7 @@ impl Case {
                 outputs.push(output);
             }
         }
-        // Of empty outputs shape and type are compared.
+        // For empty outputs, only shape and type are compared.
         let of = |is: fn(&Comparison) -> bool| {
             move |output: &OutputCheck| output.found.as_ref().is_ok_and(is)
         };
@@ -260,8 +260,7 @@ fn check_set(
     outputs.collect()
 }
 
-/// output_0.pb and so on. Files may be missing for the last outputs of the graph, which are not
-/// compared then.
+/// output_0.pb and so on. Files of the last outputs may be missing; these outputs are not compared.
 fn expected(names: &[String], set: &Path) -> Result<Vec<Tensor>> {
     let files = numbered_files(set, "output")?;
     if files.is_empty() {

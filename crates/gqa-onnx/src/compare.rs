@@ -17,16 +17,16 @@ pub struct Tolerance {
 impl Tolerance {
     /// The default for an output's element type.
     ///
-    /// float16 and bfloat16 are those of ONNX Runtime's own GroupQueryAttention tests
-    /// (test_gqa.py). For float32 its CPU tests take 1e-5 twice; sums of float32 products in
-    /// another order lose more than that on large values, hence a relative 1e-4.
+    /// The tolerances for float16 and bfloat16 are those of ONNX Runtime's GroupQueryAttention
+    /// tests (test_gqa.py). For float32 its CPU tests use 1e-5, absolute and relative. Another
+    /// summation order loses more than that on large values, hence a relative 1e-4.
     pub fn of(dtype: DType) -> Self {
         match dtype {
             DType::F32 => Self { absolute: 1e-5, relative: 1e-4 },
             DType::F16 => Self { absolute: 5e-3, relative: 5e-3 },
             DType::BF16 => Self { absolute: 1e-2, relative: 5e-2 },
             DType::F64 => Self { absolute: 1e-12, relative: 1e-10 },
-            // Near a tie a quantized value or the one next to it is right.
+            // Near a tie, the expected quantized value or a neighbour of it is correct.
             DType::I8 | DType::U8 | DType::F8E4M3 => Self { absolute: 1.0, relative: 0.0 },
             _ => Self { absolute: 0.0, relative: 0.0 },
         }
@@ -105,7 +105,7 @@ impl Region {
     }
 }
 
-/// What comparing two tensors of one shape and type found.
+/// The result of comparing two tensors of one shape and type.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Comparison {
     /// Numbers compared.
@@ -116,8 +116,7 @@ pub struct Comparison {
     pub failed: usize,
     /// Largest difference; infinite where one value is out of tolerance and not finite.
     pub max_abs: f64,
-    /// Largest difference between finite values as a fraction of the expected one, where that is
-    /// not 0.
+    /// Largest relative difference between finite values, where the expected one is not 0.
     pub max_rel: f64,
     /// The element farthest out of tolerance.
     pub worst: Option<Worst>,
@@ -164,7 +163,7 @@ impl Comparison {
 ///
 /// # Errors
 ///
-/// Where a box is not inside.
+/// Where a box exceeds the tensor.
 pub fn compare(
     got: &Tensor,
     want: &Tensor,
@@ -191,8 +190,8 @@ pub fn compare(
     Ok(comparison)
 }
 
-/// What is compared, and how many numbers that is of each element: elements or, of a quantized
-/// cache, the dequantized values in the order of what they stand for.
+/// The compared values, and the number of values per element: elements, or the dequantized values
+/// of a quantized cache in the order of the unquantized one.
 fn comparable(tensor: &Tensor) -> (Vec<f64>, usize) {
     match tensor {
         Tensor::U8(bytes) => {

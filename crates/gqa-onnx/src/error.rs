@@ -15,13 +15,13 @@ pub enum Error {
     Io {
         /// The file or folder.
         path: PathBuf,
-        /// What the system says: part of the message, so no source of its own.
+        /// The system's error text: part of the message, so that `source` is not set.
         reason: std::io::Error,
     },
     /// A file's content is not what it should be.
     #[error("{subject}: got {got}; allowed: {allowed}")]
     Invalid {
-        /// File, tensor, attribute or part of the model.
+        /// The file, tensor, attribute or part of the model.
         subject: String,
         /// What is there.
         got: String,

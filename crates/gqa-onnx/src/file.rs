@@ -1,5 +1,5 @@
-//! Files and folders that someone names: reading them ends, whatever they are, and an error says
-//! what is wrong with which of them.
+//! Reads files and folders named by users: reading always terminates, and an error names the path
+//! and the reason.
 
 use std::fs::{File, FileType};
 use std::io::{ErrorKind, Read};
@@ -16,15 +16,15 @@ pub(crate) const JSON_BYTES: u64 = 1 << 20;
 ///
 /// # Errors
 ///
-/// Where the path leads to anything else, such as a folder, a pipe or a device, where the file is
-/// larger, and where it cannot be read.
+/// Where the path is not a regular file (a folder, a pipe or a device), where the file is larger,
+/// and where it cannot be read.
 pub fn read_file(path: &Path, most: u64) -> Result<Vec<u8>> {
     let failed = |e| Error::io(path, e);
     let refused = |got: &dyn std::fmt::Display| {
         let allowed = format!("a regular file of at most {most} bytes");
         Err(Error::invalid(path.display(), got, allowed))
     };
-    // Looked at before it is opened, because to open a pipe waits for a writer.
+    // Checked before opening, because opening a pipe waits for a writer.
     let found = std::fs::metadata(path).map_err(failed)?;
     if !found.is_file() {
         return refused(&what(found.file_type()));
@@ -32,7 +32,7 @@ pub fn read_file(path: &Path, most: u64) -> Result<Vec<u8>> {
     if found.len() > most {
         return refused(&format_args!("{} bytes", found.len()));
     }
-    // Its length may be anything, as that of a file that grows, or of one in /proc.
+    // The reported length cannot be trusted: a file may grow, and files in /proc report 0.
     let mut bytes = Vec::new();
     let file = File::open(path).map_err(failed)?;
     file.take(most + 1).read_to_end(&mut bytes).map_err(failed)?;
@@ -60,11 +60,11 @@ fn what(kind: FileType) -> &'static str {
     if kind.is_dir() { "a folder" } else { "no file" }
 }
 
-/// Whether a folder has something of that name, if only a link that leads nowhere.
+/// Whether a folder has an entry of that name, even a broken link.
 ///
 /// # Errors
 ///
-/// Where that cannot be found out.
+/// Where the entry cannot be examined.
 pub(crate) fn has(folder: &Path, name: &str) -> Result<bool> {
     let path = folder.join(name);
     match path.symlink_metadata() {
@@ -78,7 +78,7 @@ pub(crate) fn has(folder: &Path, name: &str) -> Result<bool> {
 ///
 /// # Errors
 ///
-/// Where that cannot be found out.
+/// Where the path cannot be examined.
 pub(crate) fn is_folder(path: &Path) -> Result<bool> {
     match path.metadata() {
         Ok(found) => Ok(found.is_dir()),

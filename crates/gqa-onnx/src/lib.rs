@@ -3,8 +3,8 @@
 //! [`Model`] reads a model file, [`Model::call`] a data set for it, and [`Model::run`] computes the
 //! outputs on any [`Backend`](gqa_host::backend::Backend). A [`Case`] is a folder in the layout of
 //! ONNX's backend tests; [`Case::check`] runs it and compares with the outputs stored there. Files
-//! are not trusted: whatever they hold, the answer is a value or an [`Error`] of one line, and
-//! nothing is allocated by a size that a file merely declares.
+//! are not trusted: any content gives a value or an [`Error`] of one line, and no allocation
+//! depends on a size that a file only declares.
 
 #![warn(clippy::missing_errors_doc)]
 

@@ -25,7 +25,7 @@ pub struct Model {
     graph_inputs: usize,
     /// Names of the graph's outputs.
     output_names: Vec<String>,
-    /// For each output of the graph, which output of the operator it is.
+    /// For each output of the graph, the index of the operator's output.
     outputs: Vec<usize>,
 }
 
@@ -47,7 +47,7 @@ struct Fed {
     index: usize,
     /// Declared element type.
     dtype: Option<DType>,
-    /// Declared dimensions; `None` where one is free.
+    /// Declared dimensions; `None` for a free dimension.
     shape: Option<Vec<Option<i64>>>,
 }
 
@@ -66,7 +66,7 @@ impl Model {
     ///
     /// # Errors
     ///
-    /// Where the bytes are no model of a single node, or its operator is not known.
+    /// Where the bytes are not a model with a single node, or its operator is not supported.
     pub fn decode(bytes: &[u8]) -> Result<Self> {
         let model = ModelProto::decode(bytes).map_err(|e| {
             Error::invalid("model", format!("malformed protobuf ({e})"), "a ModelProto")
@@ -146,7 +146,7 @@ impl Source {
 }
 
 impl Fed {
-    /// Reads the file and compares it with what the model declares.
+    /// Reads the input's file and compares it with the model's declaration.
     fn read(&self, path: &Path, argument: &str) -> Result<Tensor> {
         let what = format!("{argument} (input_{}.pb)", self.index);
         let tensor = read_tensor(path, &what)?;
@@ -229,7 +229,7 @@ fn inputs(
     sources.collect()
 }
 
-/// What the model declares about an input of the graph.
+/// The model's declaration of a graph input.
 fn declared(index: usize, info: &ValueInfoProto, argument: &str) -> Result<Fed> {
     let Some(TypeProto { tensor_type: Some(tensor) }) = &info.r#type else {
         return Ok(Fed { index, dtype: None, shape: None });
@@ -246,7 +246,7 @@ fn declared(index: usize, info: &ValueInfoProto, argument: &str) -> Result<Fed> 
     Ok(Fed { index, dtype, shape: dims })
 }
 
-/// The graph's outputs: their names, and which outputs of the node they are.
+/// The graph's outputs: their names, and their indices among the node's outputs.
 fn outputs(graph: &GraphProto, node: &NodeProto) -> Result<(Vec<String>, Vec<usize>)> {
     if graph.output.is_empty() {
         return Err(Error::invalid("model", "a graph without outputs", "at least one output"));

@@ -37,11 +37,11 @@ pub enum Operator {
     TensorScatter(TensorScatter),
 }
 
-/// What [`Operator::from_node`] knows, as messages list it.
+/// The operators that [`Operator::from_node`] supports, for messages.
 const SUPPORTED: &str = "com.microsoft.GroupQueryAttention, com.microsoft.PagedAttention, ai.onnx.Attention, ai.onnx.RotaryEmbedding, ai.onnx.TensorScatter";
 
 impl Operator {
-    /// The node's operator, as the operator sets that the model imports define it.
+    /// The node's operator, defined by the operator sets that the model imports.
     pub(crate) fn from_node(node: &NodeProto, imports: &Imports<'_>) -> Result<Self> {
         match (domain_name(&node.domain), node.op_type.as_str()) {
             (MICROSOFT, "GroupQueryAttention") => {
@@ -116,7 +116,7 @@ fn check_lists(
     }
 }
 
-/// Whether the list has a name at a position: "" and a list that ends earlier both mean absent.
+/// Whether the list has a name at an index: "" and a list that ends earlier both mean absent.
 fn is_named(list: &[String], index: usize) -> bool {
     list.get(index).is_some_and(|name| !name.is_empty())
 }
@@ -149,7 +149,7 @@ impl Call {
         Self { operator, arguments: Arguments(inputs) }
     }
 
-    /// The validated call, as planners take it.
+    /// The validated call, for planners.
     ///
     /// # Errors
     ///
@@ -164,8 +164,8 @@ impl Call {
         }
     }
 
-    /// Computes the outputs, in ONNX's order, of which the first `count` are wanted; `None` for
-    /// those that the call does not have.
+    /// Computes the first `count` outputs, in ONNX's order; `None` for outputs that the call does
+    /// not have.
     ///
     /// # Errors
     ///
@@ -190,7 +190,7 @@ mod tests {
     use serde_json::Value;
     use std::collections::BTreeSet;
 
-    /// What is wrong with an operator beside its schema: (operator, list, name).
+    /// The error for a node that violates its operator's schema: (operator, list, name).
     type Differences = BTreeSet<(String, &'static str, String)>;
 
     /// What an operator declares.
@@ -235,7 +235,7 @@ mod tests {
         value.as_str().expect("a string").to_owned()
     }
 
-    /// Names at their places, and whether a node must have each.
+    /// Names by index, and whether a node must have each.
     fn compare_lists(operator: &str, schema: &Value, ours: &Declared, found: &mut Differences) {
         let inputs = ours.inputs.iter().enumerate();
         let inputs = inputs.map(|(i, name)| (*name, Some(ours.required.contains(&i)))).collect();
@@ -280,7 +280,7 @@ mod tests {
         }
     }
 
-    /// `tests/ort.py` tells when the packages' newest versions are others than those stored.
+    /// `tests/ort.py` reports when the packages' newest versions differ from the stored ones.
     #[test]
     fn operators_are_those_of_the_stored_schemas_but_for_what_is_refused() {
         let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/cases/schemas.json");

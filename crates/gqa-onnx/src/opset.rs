@@ -1,7 +1,7 @@
-//! Operator sets: which definition of an operator a model means.
+//! Operator sets: the versions of an operator.
 //!
-//! A model imports one version of each domain that its nodes are of. Operators change in some
-//! versions only, so an import means the newest definition that is not above it.
+//! A model imports one version of each domain. An operator changes in some versions only, so that
+//! an import selects the newest definition up to that version.
 
 use std::collections::BTreeMap;
 
@@ -23,7 +23,7 @@ pub(crate) fn domain_name(domain: &str) -> &str {
 pub(crate) struct Imports<'a>(BTreeMap<&'a str, i64>);
 
 impl<'a> Imports<'a> {
-    /// Errs where a domain is imported in two versions.
+    /// Errs where a domain is imported with two versions.
     pub fn of(imports: &'a [OperatorSetIdProto]) -> Result<Self> {
         let mut versions = BTreeMap::new();
         for OperatorSetIdProto { domain, version } in imports {
@@ -39,8 +39,8 @@ impl<'a> Imports<'a> {
         Ok(Self(versions))
     }
 
-    /// The newest of an ONNX operator's `definitions`, in ascending order, that is not above the
-    /// import.
+    /// The newest of an ONNX operator's `definitions`, in ascending order, up to the imported
+    /// version.
     pub fn definition(&self, definitions: &[i64]) -> Result<i64> {
         let import = self.0.get(ONNX);
         let definition =
@@ -51,7 +51,7 @@ impl<'a> Imports<'a> {
         })
     }
 
-    /// Errs unless the one version that there is of ONNX Runtime's operators is imported.
+    /// Errs unless the model imports version 1, the only one, of ONNX Runtime's operators.
     pub fn check_microsoft(&self) -> Result<()> {
         match self.0.get(MICROSOFT) {
             Some(1) => Ok(()),
@@ -80,7 +80,7 @@ mod tests {
         list.iter().map(import).collect()
     }
 
-    /// The definition of an operator that 23, 24 and 26 have changed.
+    /// An operator with definitions in sets 23, 24 and 26.
     fn definition(list: &[(&str, i64)]) -> Result<i64, String> {
         let imports = imports(list);
         let found = Imports::of(&imports).and_then(|imports| imports.definition(&[23, 24, 26]));

@@ -12,7 +12,7 @@ use crate::error::{Error, Result};
 use crate::file;
 use crate::proto::{TensorProto, element_type_name};
 
-/// More dimensions than any tensor of the operators has.
+/// More than the dimensions of any supported tensor.
 const MAX_RANK: usize = 8;
 
 /// Element types as messages list them.
@@ -51,12 +51,12 @@ pub fn read_tensor(path: &Path, what: &str) -> Result<Tensor> {
     decode_tensor(&bytes, what)
 }
 
-/// Decodes a `TensorProto`. Nothing is allocated by a declared size: the dimensions must agree with
-/// the data that is there.
+/// Decodes a `TensorProto`. No allocation depends on declared sizes: the dimensions must agree with
+/// the data.
 ///
 /// # Errors
 ///
-/// Where the bytes are no tensor, or one of a type that is not known; the error names `what`.
+/// Where the bytes are not a tensor, or its type is not supported; the error names `what`.
 pub fn decode_tensor(bytes: &[u8], what: &str) -> Result<Tensor> {
     let proto = TensorProto::decode(bytes)
         .map_err(|e| Error::invalid(what, format!("malformed protobuf ({e})"), "a TensorProto"))?;
@@ -129,7 +129,7 @@ pub(crate) fn from_proto(proto: &TensorProto, what: &str) -> Result<Tensor> {
     }
 }
 
-/// Dimensions whose number of bytes can be counted.
+/// Checked dimensions: the number of bytes must be countable.
 fn shape(dims: &[i64], dtype: DType, what: &str) -> Result<Vec<usize>> {
     if dims.len() > MAX_RANK {
         let got = format!("{} dimensions", dims.len());
@@ -139,7 +139,7 @@ fn shape(dims: &[i64], dtype: DType, what: &str) -> Result<Vec<usize>> {
     let shape = shape.ok_or_else(|| {
         Error::invalid(what, format_args!("dimensions {dims:?}"), "no negative dimension")
     })?;
-    // Dimensions of 0 do not excuse absurd others: strides are products of these.
+    // A dimension of 0 does not excuse others that overflow: strides are products of them.
     let bytes = shape
         .iter()
         .filter(|&&n| n != 0)
@@ -163,7 +163,7 @@ struct Payload<'a> {
 }
 
 impl Payload<'_> {
-    /// The elements, out of raw_data or out of the field that the element type has for them.
+    /// The elements, from raw_data or from the field for their type.
     fn array<T, U: Copy, const N: usize>(
         &self,
         from_bytes: impl Fn([u8; N]) -> T,
@@ -187,7 +187,7 @@ impl Payload<'_> {
             .map_err(|e| Error::invalid(self.what, e, "elements that fill the dimensions"))
     }
 
-    /// Declared and actual size must agree before anything is allocated.
+    /// The declared size must equal the actual one before memory is allocated.
     fn expect(&self, got: usize, unit: &str, allowed: usize) -> Result<()> {
         if got == allowed {
             return Ok(());

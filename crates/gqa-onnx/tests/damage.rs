@@ -1,4 +1,4 @@
-//! Stored cases with damaged files: whatever is in them, the answer is a value, never a panic.
+//! Stored cases with damaged files: any content gives a value or an error, never a panic.
 
 use std::path::{Path, PathBuf};
 
@@ -79,7 +79,7 @@ fn check_damaged(case: &Case, file: Index, changes: &[Damage]) -> std::io::Resul
         std::fs::write(copy.path().join(file), bytes)?;
     }
     let case = Case { name: case.name.clone(), path: copy.path().to_owned() };
-    // Passing, failing and an error are all answers.
+    // Passing, failing and an error are all valid results.
     let _ = case.check(&Cpu::default(), Limits::default());
     Ok(())
 }

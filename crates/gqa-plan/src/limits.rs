@@ -1,11 +1,11 @@
-//! What sizes calls may have: the one place that sees to it that no product of sizes overflows, on
-//! the host or in a kernel.
+//! Limits on the sizes of calls. They guarantee that no product of sizes overflows, on the host or
+//! in a kernel.
 
 use gqa_tensor::{Error, Result};
 use std::fmt::Display;
 
-/// Largest number of rows, batch entries or positions, and of rows of all heads and batch entries.
-/// Kernels count them in 32 bits, of which one is to spare for sums.
+/// Largest number of rows, batch entries or positions, and of rows over all heads and batch
+/// entries. Kernels count them in 32 bits, with one bit of headroom for sums.
 pub const MAX_COUNT: usize = i32::MAX as usize;
 
 /// Largest number of heads: a grid has that many CTAs in y and z, and 32 bits count their channels.
@@ -17,8 +17,8 @@ pub const MAX_HEAD_SIZE: usize = 1 << 16;
 /// Largest number of elements, such that no byte count overflows.
 const MAX_ELEMENTS: usize = isize::MAX as usize / size_of::<f64>();
 
-/// Errs for shapes that no memory holds. They come up where a shape is not that of an array, or
-/// where one dimension is 0.
+/// Errs for shapes larger than any memory. Such a shape can come from a description without a
+/// tensor, or from a tensor with a dimension of 0.
 ///
 /// # Errors
 /// Names `argument` and its shape.
@@ -32,7 +32,7 @@ pub fn addressable(argument: &'static str, dims: &[usize]) -> Result<()> {
     Err(Error::invalid(argument, shape(dims), allowed))
 }
 
-/// Errs where rows of that many outer dimensions are too many to be counted.
+/// Errs where the product of these outer dimensions exceeds the limit on rows.
 ///
 /// # Errors
 /// Names `argument` and the dimensions.

@@ -1,11 +1,13 @@
-//! The tensors of a call: one row each, from which all that holds one value per tensor is made.
+//! The table of a call's tensors: one row each, from which everything with one value per tensor is
+//! generated.
 
 use crate::problem::{CacheBinding, CallKind, Problem, QkOutput, RowStrides, Sink};
 use gqa_tensor::{DType, Error, Result};
 use gqa_tensor::{Tensor, TensorView};
 
-/// One row per tensor of a call: its role, its name as an input or output of the operator, what a
-/// call does with it, and what it is in a problem, or `None` where a problem has none.
+/// One row per tensor of a call: its role, its name as an input or output of the operator, whether
+/// the call reads or writes it, and its type and shape in a problem; `None` where the problem lacks
+/// it.
 macro_rules! tensors {
     ($($(#[$doc:meta])* $id:ident: $name:literal, $kind:ident, $spec:expr;)*) => {
         /// A tensor of the call, by its role.
@@ -31,7 +33,7 @@ macro_rules! tensors {
                 }
             }
 
-            /// The tensor of that role in `problem`; `None` where the call has none.
+            /// The tensor of that role in `problem`; `None` where the call lacks it.
             pub fn spec(self, problem: &Problem) -> Option<TensorSpec> {
                 let spec: fn(&Problem) -> Option<TensorSpec> = match self {
                     $(Self::$id => $spec,)*
@@ -49,7 +51,7 @@ enum Kind {
     Input,
     /// Writes it.
     Output,
-    /// Writes it, and reads it where the cache is shared.
+    /// Written; read too where the cache is shared.
     Cache,
 }
 
@@ -77,7 +79,7 @@ tensors! {
     };
     /// seqlens_k, or past_seqlens where the cache is paged
     SeqlensK: "seqlens_k", Input, |p| spec(!is_update(p), DType::I32, [p.batch]);
-    /// The row of the cache that takes the first one of an update
+    /// The cache row of the first row of an update
     WriteIndices: "write_indices", Input, |p| spec(is_update(p), DType::I32, [p.batch]);
     /// cos_cache
     CosCache: "cos_cache", Input, rotations;
@@ -93,7 +95,7 @@ tensors! {
         let dtype = if p.bias?.boolean { DType::Bool } else { p.dtype };
         spec(true, dtype, p.bias_shape()?)
     };
-    /// Which new tokens of its sequence each new token sees: bit `j` for number `j`
+    /// Mask among the new tokens of a sequence: bit `j` for new token `j`
     TreeMask: "tree_mask", Input, |p| spec(p.tree_mask, DType::I64, p.tree_mask_shape());
     /// head_sink
     HeadSink: "head_sink", Input, |p| spec(p.sink == Sink::PerHead, p.dtype, [p.q_heads]);
@@ -101,7 +103,7 @@ tensors! {
     KScale: "k_scale", Input, |p| spec(true, DType::F32, [p.scales()?]);
     /// v_scale
     VScale: "v_scale", Input, |p| spec(true, DType::F32, [p.scales()?]);
-    /// k_scale where each row of the cache has its own: part of the cache
+    /// k_scale of a cache with per-token scales: part of the cache
     KRowScale: "k_scale", Cache, |p| spec(true, DType::F32, p.row_scales_shape()?);
     /// v_scale, likewise
     VRowScale: "v_scale", Cache, |p| spec(true, DType::F32, p.row_scales_shape()?);
@@ -150,7 +152,7 @@ fn spec(is_there: bool, dtype: DType, shape: impl Into<Vec<usize>>) -> Option<Te
     is_there.then(|| TensorSpec { dtype, shape: shape.into(), strides: None })
 }
 
-/// Whether key and value are tensors of the call.
+/// Whether the call has tensors key and value.
 fn has_rows(p: &Problem) -> bool {
     p.computes != CallKind::Rotation && !p.packed && !p.reads_pages_only()
 }
@@ -164,7 +166,7 @@ fn is_update(p: &Problem) -> bool {
     matches!(p.computes, CallKind::Update(_))
 }
 
-/// Whether there are values beside the keys: an update may be of one tensor.
+/// Whether an update has values beside the keys.
 fn has_values(p: &Problem) -> bool {
     p.v_head_size > 0
 }
@@ -181,7 +183,7 @@ fn rotations(p: &Problem) -> Option<TensorSpec> {
 
 impl TensorId {
     /// Batch entries, heads, rows and head size of query, key, value or output. Over a paged KV
-    /// cache the tokens of all sequences are rows of one batch entry.
+    /// cache all tokens are rows of one batch entry.
     pub fn row_dims(self, p: &Problem) -> [usize; 4] {
         match self {
             Self::Query => p.row_dims(p.q_heads, p.q_len, p.head_size),
@@ -196,13 +198,13 @@ impl TensorId {
         !matches!(self.kind(), Kind::Input)
     }
 
-    /// Whether it is part of the cache that a call leaves.
+    /// Whether it is part of the cache after the call.
     pub const fn is_present(self) -> bool {
         matches!(self.kind(), Kind::Cache)
     }
 }
 
-/// A value for each tensor that a call has, by its role.
+/// One value for each tensor of a call, by its role.
 #[derive(Clone, Copy, Debug)]
 pub struct Tensors<T>([Option<T>; TensorId::ALL.len()]);
 
@@ -236,7 +238,7 @@ impl<T> Tensors<T> {
         Tensors(self.0.map(|value| value.map(&mut f)))
     }
 
-    /// Those that there are, in the order of [`TensorId::ALL`].
+    /// The present ones, in the order of [`TensorId::ALL`].
     pub fn iter(&self) -> impl Iterator<Item = (TensorId, &T)> {
         TensorId::ALL.into_iter().filter_map(|id| Some((id, self.get(id)?)))
     }
@@ -262,7 +264,7 @@ impl<T: Copy> Tensors<T> {
         self.get(id).copied()
     }
 
-    /// The tensor in that role, which the call cannot do without.
+    /// The required tensor in that role.
     ///
     /// # Errors
     /// Where there is none.
@@ -285,7 +287,7 @@ pub struct TensorSpec {
     pub dtype: DType,
     /// Dimensions.
     pub shape: Vec<usize>,
-    /// Where heads and rows are; `None`: row-major and contiguous.
+    /// Strides of heads and rows; `None`: row-major and contiguous.
     pub strides: Option<RowStrides>,
 }
 

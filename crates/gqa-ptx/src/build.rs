@@ -47,8 +47,8 @@ pub struct Target<'a> {
     pub features: &'a [&'a str],
     /// GPU, e.g. `sm_80`.
     pub cpu: &'a str,
-    /// PTX version times ten, for instructions in `asm!` that want a newer one; `None` is the
-    /// lowest that knows the GPU, which the oldest drivers load.
+    /// PTX version times ten, for `asm!` instructions that need a newer one; `None` is the lowest
+    /// version that supports the GPU, which the oldest drivers load.
     pub ptx: Option<u32>,
 }
 
@@ -57,7 +57,7 @@ pub struct Target<'a> {
 pub struct Built {
     /// PTX text as the compiler wrote it.
     pub ptx: String,
-    /// What the compiler warned of; empty if nothing.
+    /// Compiler warnings; empty if none.
     pub warnings: String,
 }
 
@@ -95,7 +95,7 @@ impl<'a> Builder<'a> {
         Ok(Built { ptx, warnings })
     }
 
-    /// Where rustc writes the PTX; nothing of an earlier build is left there.
+    /// The path where rustc writes the PTX; output of an earlier build is removed.
     fn output(&self, target: &Target) -> Result<PathBuf> {
         let folder =
             absolute(&self.target_dir).map_err(Error::io("find", &self.target_dir))?.join("ptx");

@@ -15,14 +15,13 @@ pub(crate) struct CudaTool {
     pub(crate) name: &'static str,
     /// The Python package that holds it.
     pub(crate) package: &'static str,
-    /// That package and those that it requires, with the hashes that their files may have, as
-    /// pip takes them.
+    /// The requirements file of that package: it and its dependencies, with hashes, for pip.
     pub(crate) requirements: &'static str,
 }
 
 impl CudaTool {
-    /// In `PATH`, `CUDA_HOME`, `CUDA_PATH`, the usual place of a toolkit, a virtual environment in
-    /// `folder`, or the Python packages here, in this order.
+    /// Looks in `PATH`, `CUDA_HOME`, `CUDA_PATH`, the usual folder of a toolkit, a virtual
+    /// environment in `folder`, and the Python packages here, in this order.
     pub(crate) fn find(&self, folder: &Path) -> Result<PathBuf> {
         let in_path = env::var_os("PATH")
             .map(|path| env::split_paths(&path).collect::<Vec<_>>())
@@ -45,8 +44,7 @@ impl CudaTool {
             .ok_or_else(|| self.missing(folder, String::new()))
     }
 
-    /// [`Self::find`]; where that finds nothing, installs the package into a virtual environment in
-    /// `folder`.
+    /// [`Self::find`]; if that fails, installs the package into a virtual environment in `folder`.
     pub(crate) fn find_or_install(&self, folder: &Path) -> Result<PathBuf> {
         self.find(folder).or_else(|_| {
             self.install(folder).map_err(|error| self.missing(folder, error.to_string()))?;

@@ -80,15 +80,15 @@ pub enum Error {
         /// Why.
         source: io::Error,
     },
-    /// A file holds something else than its format says.
-    #[error("{path} is not what it should be: {source}; write it anew", path = path.display())]
+    /// A file does not follow its format.
+    #[error("{path} has another format: {source}; regenerate it", path = path.display())]
     Format {
         /// The file.
         path: PathBuf,
         /// Why.
         source: serde_json::Error,
     },
-    /// A file whose checksum is another than the manifest's.
+    /// A file's checksum differs from the manifest's.
     #[error("{path} is damaged: its SHA-256 is not the manifest's", path = path.display())]
     Damaged {
         /// The file.

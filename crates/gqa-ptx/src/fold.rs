@@ -1,16 +1,16 @@
 //! Parameters of a kernel made constants of its text.
 //!
 //! A kernel reads a parameter once, into a register. Where the value is known before the kernel is
-//! assembled, [`fold`] writes it there as an immediate, and ptxas drops what it makes unreachable:
-//! the kernel that takes every option becomes the one that takes none.
+//! assembled, [`fold`] writes an immediate in place of the load, and ptxas drops the code that
+//! becomes unreachable: a kernel with every option becomes one with none.
 //!
 //! | PTX | with bytes 8 to 12 of parameter 2 known as 7 |
 //! |---|---|
 //! | `ld.param.b32 %r1, [k_param_2+8];` | `mov.b32 %r1, 0x7;` |
 //! | `ld.param.b64 %rd1, [k_param_2+8];` | `{ .reg .b32 lo, hi; mov.b32 lo, 0x7; ld.param.b32 hi, [k_param_2+12]; mov.b64 %rd1, {lo, hi}; }` |
 //!
-//! The kernel keeps its signature, and a load that cannot be folded stays. So the text is right for
-//! every launch whose parameters have these bytes, however many of the loads were folded.
+//! The kernel keeps its signature, and a load that cannot be folded stays. So the text is correct
+//! for every launch whose parameters have these bytes, however many loads were folded.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -36,7 +36,8 @@ impl Constants {
         self.0.iter().map(|(&(parameter, offset), &byte)| (parameter, offset, byte))
     }
 
-    /// The little-endian number of `bytes` bytes, 8 at most, at `place`, if all of them are known.
+    /// The `bytes` bytes at `place` as a little-endian integer (8 at most), if all of them are
+    /// known.
     fn number(&self, place: &Place<'_>, bytes: usize) -> Option<u64> {
         (0..bytes).try_fold(0, |number, byte| {
             let known = self.0.get(&(place.parameter, place.offset + byte))?;
@@ -62,7 +63,7 @@ pub fn fold(ptx: &str, kernel: &str, constants: &Constants) -> String {
     folded
 }
 
-/// Where a load reads: so many bytes into a parameter, whose name is `[kernel_param_N`.
+/// The source of a load: an offset into a parameter named `[kernel_param_N`.
 #[derive(Clone, Copy)]
 struct Place<'a> {
     name: &'a str,
@@ -110,7 +111,7 @@ impl<'a> Load<'a> {
         Some(Self { bytes, registers, place: place(address, prefix)? })
     }
 
-    /// Statements that do the same with what is known; `None` where nothing is.
+    /// Equivalent statements with the known bytes as immediates; `None` where no byte is known.
     fn folded(&self, constants: &Constants) -> Option<String> {
         let places = (0..).map(|element| self.place.behind(element * self.bytes));
         let mut any = false;
@@ -135,7 +136,8 @@ fn place<'a>(address: &'a str, prefix: &str) -> Option<Place<'a>> {
     Some(Place { name, parameter, offset })
 }
 
-/// What gives a register its known value, or the known half of it; `None` where neither is known.
+/// The statements that set a register from known bytes, or from a known half; `None` where neither
+/// half is known.
 fn element(
     register: &str,
     place: &Place<'_>,

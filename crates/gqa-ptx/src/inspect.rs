@@ -1,10 +1,10 @@
-//! What a GPU will execute, counted in the PTX of each entry.
+//! Counts the instructions that a GPU will execute, in the PTX of each entry.
 
 use crate::text::{EntryText, entries};
 use std::collections::BTreeMap;
 
-/// How often each kind of instruction stands in an entry, by its full name, e.g.
-/// `ld.global.v4.b32`; and [`LOCAL_BYTES`].
+/// How often each instruction occurs in an entry, by its full name, e.g. `ld.global.v4.b32`; and
+/// [`LOCAL_BYTES`].
 pub type Counts = BTreeMap<String, u64>;
 
 /// Counted like an instruction: bytes of local memory that the entry declares.
@@ -83,8 +83,8 @@ fn is_counted(name: &str) -> bool {
     COUNTED.contains(&first) && !name.starts_with("ld.param")
 }
 
-/// Whether an instruction accesses memory without saying which kind: slower than global or shared,
-/// and a sign that a pointer's origin was lost.
+/// Whether an instruction accesses memory through generic addresses: slower than global or shared,
+/// and a sign that the compiler lost a pointer's origin.
 pub fn is_generic_access(name: &str) -> bool {
     let mut words = name.split('.');
     let access = matches!(words.next(), Some("ld" | "st" | "atom" | "red"));

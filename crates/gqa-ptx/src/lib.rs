@@ -1,4 +1,4 @@
-//! From a Rust crate to checked PTX, with no CUDA toolkit: what `cuda_builder` is to rust-cuda, on
+//! From a Rust crate to checked PTX, with no CUDA toolkit: as `cuda_builder` is for rust-cuda, on
 //! rustc's own `nvptx64-nvidia-cuda` target.
 //!
 //! 1. [`Toolchain`] finds (or installs) a compiler that has the source of `core`, which that target
@@ -14,8 +14,8 @@
 //! 6. [`Manifest`] lists the kernels a crate ships, with what they were made from; each is a file
 //!    of its own, made small by [`pack`].
 //!
-//! A crate that only reads what it ships takes this one without its default feature `build`, for
-//! [`unpack`] and for [`fold`], which makes parameters constants of the text.
+//! A crate that only reads shipped PTX uses this one without the default feature `build`: for
+//! [`unpack`], and for [`fold`], which folds parameters into the text as constants.
 //!
 //! ```no_run
 //! # fn main() -> Result<(), gqa_ptx::Error> {

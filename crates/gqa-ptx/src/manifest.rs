@@ -1,4 +1,4 @@
-//! The PTX a crate ships: files of kernels, and a list of what they hold and come from.
+//! The PTX that a crate ships: packed files of kernels, and a list of them with their origin.
 
 use crate::error::{Error, Result};
 use crate::packed::{pack, unpack};
@@ -31,7 +31,7 @@ pub struct Module {
     pub source: String,
     /// [`sha256`] of the text with all kernels.
     pub sha256: String,
-    /// `sha256` of the text that was last assembled and found good; empty where none was.
+    /// `sha256` of the text that ptxas last accepted; empty if none.
     #[serde(default)]
     pub assembled: String,
     /// In the order of the text.
@@ -43,18 +43,18 @@ pub struct Module {
 pub struct Kernel {
     /// Entry name.
     pub name: String,
-    /// Where its file lies, from the list's folder on.
+    /// The path of its file, relative to the list's folder.
     pub file: String,
     /// [`sha256`] of the file.
     pub sha256: String,
 }
 
 impl Manifest {
-    /// Of a file; empty where there is none.
+    /// Reads a file; empty if there is none.
     ///
     /// # Errors
     ///
-    /// Where there is no such file, and where it is no manifest.
+    /// Where the file cannot be read, or is not a manifest.
     pub fn read(path: &Path) -> Result<Self> {
         if !path.exists() {
             return Ok(Self::default());
@@ -63,7 +63,7 @@ impl Manifest {
         serde_json::from_str(&text).map_err(|source| Error::Format { path: path.into(), source })
     }
 
-    /// Into a file.
+    /// Writes a file.
     ///
     /// # Errors
     ///
@@ -93,18 +93,18 @@ impl Module {
         format!("{}.{}", self.family, self.arch)
     }
 
-    /// Whether this very text was assembled and found good.
+    /// Whether ptxas has accepted this very text.
     pub fn is_assembled(&self) -> bool {
         self.assembled == self.sha256
     }
 
-    /// Writes files into the list's folder that hold all kernels of a text, each a whole PTX text,
-    /// [packed](pack). Kernels that differ in types of 16 bits or of the output, in padding and
-    /// the tile alone share one.
+    /// Writes all kernels of a text to files in the list's folder, each kernel a whole PTX text,
+    /// [packed](pack). Kernels that differ only in the 16-bit type, the output type, padding or the
+    /// tile share a file.
     ///
     /// # Errors
     ///
-    /// Where a file cannot be written, and where the text cannot be taken apart.
+    /// Where a file cannot be written, and where the text cannot be split.
     pub fn write(&mut self, folder: &Path, ptx: &str) -> Result<()> {
         let folder_of_files = folder.join(&self.arch);
         fs::create_dir_all(&folder_of_files).map_err(Error::io("make", &folder_of_files))?;
@@ -159,7 +159,7 @@ impl Kernel {
     ///
     /// # Errors
     ///
-    /// Where the file is not there or is not the one that the list means.
+    /// Where the file is missing, or its checksum differs from the list's.
     pub fn read(&self, folder: &Path) -> Result<Vec<u8>> {
         let path = folder.join(&self.file);
         let bytes = fs::read(&path).map_err(Error::io("read", &path))?;
@@ -173,8 +173,8 @@ impl Kernel {
 /// Of files of kernels.
 pub const EXTENSION: &str = "ptx.packed";
 
-/// A kernel's name without the 16-bit element type, the other type of its output, whether it pads
-/// heads, and what follows the head size, if it has one.
+/// A kernel's name without the 16-bit element type, the output type, the mark for padded heads, and
+/// the suffix behind the head size.
 fn common_name(kernel: &str) -> String {
     let is_head_size =
         |word: &str| word.strip_prefix('d').is_some_and(|size| size.parse::<u32>().is_ok());
@@ -189,8 +189,8 @@ pub fn sha256(bytes: &[u8]) -> String {
     Sha256::digest(bytes).iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// SHA-256 over the names and contents of all files in a crate's `Cargo.toml` and `src`: says
-/// whether PTX is of this source without compiling it.
+/// SHA-256 over the names and contents of all files in a crate's `Cargo.toml` and `src`: tells
+/// whether PTX was made from this source without compiling it.
 ///
 /// # Errors
 ///

@@ -12,7 +12,7 @@ const TOOL: CudaTool = CudaTool {
     package: "nvidia-cuda-nvdisasm==13.5.37",
     requirements: include_str!("../requirements/nvdisasm.txt"),
 };
-/// Exponentials that a loop over key tiles has at least.
+/// The least number of exponentials in a loop over key tiles.
 const LEAST_EXPONENTIALS: usize = 24;
 
 /// The disassembler.
@@ -21,8 +21,8 @@ pub struct Nvdisasm {
     path: PathBuf,
 }
 
-/// The shortest loop of an entry that multiplies by `wgmma` and takes exponentials. Counts are of
-/// all of its instructions, also of those that are rarely executed.
+/// The shortest loop of an entry with `wgmma` and exponentials. Counts include instructions that
+/// are rarely executed.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Loop {
     /// The entry.
@@ -31,7 +31,7 @@ pub struct Loop {
     pub instructions: usize,
     /// Matrix products (`GMMA`).
     pub products: usize,
-    /// Copies of registers of a thread to those of a warp (`R2UR`).
+    /// Copies of thread registers to uniform registers (`R2UR`).
     pub uniform_copies: usize,
     /// Exponentials (`MUFU.EX2`).
     pub exponentials: usize,
@@ -40,8 +40,8 @@ pub struct Loop {
 }
 
 impl Nvdisasm {
-    /// Where `ptxas` is looked for, too; where there is none, installs the Python package into a
-    /// virtual environment in `folder`.
+    /// Looks where `ptxas` is looked for; if that fails, installs the Python package into a virtual
+    /// environment in `folder`.
     ///
     /// # Errors
     ///

@@ -1,10 +1,10 @@
-//! PTX made small: a text in a tenth of its bytes, for crates that carry many kernels, and several
-//! of kernels that are alike in half of that.
+//! Compresses PTX for crates that ship many kernels: to a tenth of its bytes, and similar kernels
+//! packed together to half of that.
 //!
 //! LLVM numbers registers in the order of their definition, so the copies of an unrolled loop
 //! differ in every register. [`pack`] writes each number as its distance from the number that stood
-//! last in the same class of registers (or labels); then the copies are the same text, and LZMA
-//! finds them.
+//! last in the same class of registers (or labels); then the copies are the same text, which LZMA
+//! finds.
 //!
 //! | PTX | relative |
 //! |---|---|
@@ -20,7 +20,7 @@ use std::io::{self, Read};
 ///
 /// # Errors
 ///
-/// Where a number is larger than registers have, or begins with a zero: such text is no compiler's.
+/// Where a register number is too large, or begins with a zero: no compiler writes such text.
 #[cfg(feature = "build")]
 pub fn pack(ptx: &str) -> io::Result<Vec<u8>> {
     use lzma_rust2::{LzmaOptions, LzmaWriter};
@@ -32,7 +32,7 @@ pub fn pack(ptx: &str) -> io::Result<Vec<u8>> {
             "PTX with numbers that no compiler writes",
         ));
     }
-    // Text has no positions to predict by, and repeats over long distances.
+    // LZMA's position bits do not help text, and its repeats are far apart.
     let options =
         LzmaOptions { pb: 0, nice_len: LzmaOptions::NICE_LEN_MAX, ..LzmaOptions::default() };
     let mut writer = LzmaWriter::new_use_header(Vec::new(), &options, Some(text.len() as u64))?;
@@ -51,10 +51,10 @@ pub fn unpack(bytes: &[u8]) -> io::Result<String> {
     Ok(absolute(&text))
 }
 
-/// More than [`pack`] ever needs; damaged bytes may ask for anything.
+/// The most memory that [`pack`] ever needs; damaged bytes may ask for any amount.
 const MEMORY_KIB: u32 = 64 << 10;
 
-/// Numbers by their distance from the one before of the same name.
+/// Replaces register numbers by their distance from the last number of the same class.
 #[cfg(feature = "build")]
 fn relative(text: &str) -> String {
     rewritten(text, |name, rest, last, out| {
@@ -91,9 +91,9 @@ fn absolute(text: &str) -> String {
     })
 }
 
-/// The text with what follows each name of a register or label replaced: `replace` gets the name,
-/// what follows it, and the last number of each name, writes what stands there instead, and says
-/// how many bytes it took.
+/// Rewrites the suffix of each register or label name. `replace` gets the name, the text behind it,
+/// and the last number of each name; it writes the replacement and returns how many bytes it
+/// consumed.
 fn rewritten<'a>(
     text: &'a str,
     mut replace: impl FnMut(&'a str, &'a str, &mut HashMap<&'a str, i64>, &mut String) -> usize,

@@ -1,4 +1,4 @@
-//! What Rust has no words for, written into the PTX text.
+//! Sets directives in the PTX text that Rust cannot express.
 
 use crate::error::{Error, Result};
 use crate::text::{apart, entries, entry_named};
@@ -7,10 +7,10 @@ use std::fmt::Write;
 /// Performance directives of an entry; `None` leaves one out.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Bounds {
-    /// `.maxntid`: launches with more threads per block fail, and the assembler may give each
-    /// thread more registers.
+    /// `.maxntid`: launches with more threads per CTA fail, and the assembler may give each thread
+    /// more registers.
     pub max_threads: Option<u32>,
-    /// `.minnctapersm`: blocks that must fit on an SM together.
+    /// `.minnctapersm`: CTAs that must fit on an SM together.
     pub min_blocks: Option<u32>,
 }
 
@@ -27,8 +27,8 @@ impl Bounds {
     }
 }
 
-/// Removes comments, blank lines and trailing blanks. The other functions of this module want text
-/// treated so.
+/// Removes comments, blank lines and trailing blanks. The other functions of this module need such
+/// text.
 pub fn strip(ptx: &str) -> String {
     let mut text = String::with_capacity(ptx.len());
     for line in ptx.lines() {
@@ -41,8 +41,8 @@ pub fn strip(ptx: &str) -> String {
     text
 }
 
-/// The PTX with labels that do not tell which of the text's functions theirs is: that changes with
-/// every function in front of it, and labels are local.
+/// Renumbers labels within each function. rustc's labels carry the function's number, which changes
+/// with every function in front of it.
 pub fn number_labels_alone(ptx: &str) -> String {
     const LABEL: &str = "$L__BB";
     let mut parts = ptx.split(LABEL);
@@ -67,7 +67,7 @@ pub fn set_bounds(ptx: &str, entry: &str, bounds: Bounds) -> Result<String> {
 }
 
 /// The PTX with parameter `index` of an entry, a block of bytes, aligned to `bytes`: a tensor map
-/// passed by value wants 64, where rustc stops at 16.
+/// passed by value needs 64, and rustc aligns to 16 at most.
 ///
 /// # Errors
 ///
@@ -90,7 +90,7 @@ fn realigned(parameter: &str, bytes: u32) -> Option<String> {
     Some(format!("{before}.param .align {bytes} {after}"))
 }
 
-/// The PTX with the entries alone whose names are wanted.
+/// Keeps only the named entries of the PTX.
 pub fn keep(ptx: &str, is_wanted: impl Fn(&str) -> bool) -> String {
     let (header, entries) = apart(ptx);
     let wanted = entries.into_iter().filter(|(name, _)| is_wanted(name)).map(|(_, text)| text);

@@ -1,5 +1,5 @@
-//! NVIDIA's assembler: the same compiler the driver runs on PTX, and the only one that says what an
-//! entry costs.
+//! NVIDIA's assembler: the compiler that the driver runs on PTX, and the only source of registers
+//! and spills per entry.
 
 use crate::command::run;
 use crate::cuda_tool::CudaTool;
@@ -32,7 +32,7 @@ pub struct Usage {
     pub spill_stores: u32,
     /// Bytes of registers loaded back.
     pub spill_loads: u32,
-    /// Bytes of shared memory declared in the PTX; dynamic shared memory is not known to it.
+    /// Static shared memory in bytes; ptxas does not know dynamic shared memory.
     pub shared: u32,
 }
 
@@ -46,18 +46,18 @@ pub struct Report {
 }
 
 impl Ptxas {
-    /// In `PATH`, `CUDA_HOME`, `CUDA_PATH`, the usual place of a toolkit, a virtual environment in
-    /// `folder`, or the Python packages here, in this order.
+    /// Looks in `PATH`, `CUDA_HOME`, `CUDA_PATH`, the usual place of a toolkit, a virtual
+    /// environment in `folder`, or the Python packages here, in this order.
     ///
     /// # Errors
     ///
-    /// Where there is none, with the places that were looked at.
+    /// Where there is none; the error lists the places searched.
     pub fn find(folder: &Path) -> Result<Self> {
         TOOL.find(folder).map(|path| Self { path })
     }
 
-    /// [`Self::find`]; where that finds nothing, installs the Python package into a virtual
-    /// environment in `folder`.
+    /// [`Self::find`]; if that fails, installs the Python package into a virtual environment in
+    /// `folder`.
     ///
     /// # Errors
     ///

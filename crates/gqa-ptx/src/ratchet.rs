@@ -17,11 +17,11 @@ use std::path::Path;
 pub struct Ratchet(BTreeMap<String, BTreeMap<String, Counts>>);
 
 impl Ratchet {
-    /// Of a file; empty where there is none.
+    /// Reads a file; empty if there is none.
     ///
     /// # Errors
     ///
-    /// Where there is no such file, and where it holds something else.
+    /// Where the file cannot be read, or has another format.
     pub fn read(path: &Path) -> Result<Self> {
         if !path.exists() {
             return Ok(Self::default());
@@ -30,7 +30,7 @@ impl Ratchet {
         serde_json::from_str(&text).map_err(|source| Error::Format { path: path.into(), source })
     }
 
-    /// Into a file.
+    /// Writes a file.
     ///
     /// # Errors
     ///

@@ -1,4 +1,4 @@
-//! The little of PTX's grammar that is needed to find things in it.
+//! A minimal parser of PTX: finds entries and statements.
 
 #[cfg(feature = "build")]
 use crate::error::{Error, Result};
@@ -33,7 +33,7 @@ pub(crate) fn entry_named<'a>(ptx: &'a str, name: &str) -> Result<EntryText<'a>>
         .ok_or_else(|| Error::NoEntry { entry: name.into(), has: has() })
 }
 
-/// What stands before the first entry, and each entry's name with its text.
+/// The text before the first entry, and each entry's name with its text.
 pub(crate) fn apart(ptx: &str) -> (&str, Vec<(&str, &str)>) {
     const VISIBLE: &str = ".visible ";
     let starts = entries(ptx).into_iter().filter_map(|entry| {
@@ -47,7 +47,7 @@ pub(crate) fn apart(ptx: &str) -> (&str, Vec<(&str, &str)>) {
     (header, texts.collect())
 }
 
-/// A whole PTX text with that kernel of another one alone; `None` where it is not there.
+/// A whole PTX text that keeps one kernel; `None` where the text lacks it.
 pub fn alone(ptx: &str, kernel: &str) -> Option<String> {
     let (header, kernels) = apart(ptx);
     let (_, text) = kernels.into_iter().find(|(name, _)| *name == kernel)?;

@@ -1,8 +1,8 @@
 //! Finding a compiler for device code.
 //!
-//! Device code needs `core` compiled for `nvptx64-nvidia-cuda`, for which nobody ships a binary.
-//! Any stable toolchain can compile it if its library source is there: rustup's with the component
-//! `rust-src`, or a distribution's.
+//! Device code needs `core` compiled for `nvptx64-nvidia-cuda`, which no distribution ships as a
+//! binary. Any stable toolchain can compile it if its library source is there: rustup's with the
+//! component `rust-src`, or a distribution's.
 
 use crate::command::run;
 use crate::error::{Error, MINIMUM_MINOR, Result};
@@ -22,7 +22,7 @@ pub struct Toolchain {
 }
 
 impl Toolchain {
-    /// The first that serves: the toolchain the current folder selects, else the system's.
+    /// The first usable toolchain: the one that the current folder selects, else the system's.
     ///
     /// # Errors
     ///
@@ -69,7 +69,7 @@ impl Toolchain {
         Err(Error::NoToolchain { tried: tried.join("\n") })
     }
 
-    /// The toolchain in that sysroot, or why it does not serve.
+    /// The toolchain in that sysroot, or why it cannot be used.
     fn at(sysroot: PathBuf) -> Result<Self, String> {
         let rustc = binary(&sysroot, "rustc");
         let (version, _) = run("asking rustc for its version", Command::new(&rustc).arg("-vV"))

@@ -1,4 +1,5 @@
-//! Builds `tests/fixture` to PTX with the compiler found here; without one, says so and passes.
+//! Builds `tests/fixture` to PTX with the compiler found here; without one, prints a message and
+//! passes.
 
 use gqa_ptx::{Builder, Built, Error, Ptxas, Target, Toolchain, inspect, post};
 use std::path::Path;

@@ -1,4 +1,4 @@
-//! Prints what each instruction costs on this machine, in nanoseconds of one core;
+//! Prints the cost of each instruction on this machine, in nanoseconds of one core;
 //! `docs/simulator.md` quotes it.
 
 use gqa_sim::device::*;
@@ -9,7 +9,7 @@ use std::time::Instant;
 const REPEATS: u32 = 200;
 const THREADS: u32 = 128;
 
-/// Seconds of the fastest of many runs: short ones, so that one of them is not interrupted.
+/// Seconds of the fastest of many runs, each short enough to be uninterrupted.
 fn fastest(mut run: impl FnMut()) -> f64 {
     let times = (0..100).map(|_| {
         let start = Instant::now();
@@ -19,7 +19,7 @@ fn fastest(mut run: impl FnMut()) -> f64 {
     times.fold(f64::INFINITY, f64::min)
 }
 
-/// A block whose accesses the warps' clocks order.
+/// A CTA whose accesses the warps' clocks order.
 const PLAIN: Launch<'static> = Launch {
     name: "cost",
     grid: [1, 1, 1],
@@ -31,13 +31,13 @@ const PLAIN: Launch<'static> = Launch {
     programmatic: false,
 };
 
-/// Nanoseconds that one more `instruction` adds, for each group of `share` threads.
+/// Nanoseconds that one more `instruction` adds, per group of `share` threads.
 fn cost<R>(share: u32, instruction: impl Fn(&Arguments) -> R + Sync) -> f64 {
     cost_in(&PLAIN, false, share, instruction)
 }
 
-/// The same in a launch of that shape, with an mbarrier or without: one makes the block use vector
-/// clocks.
+/// The same in a launch of that shape, with or without an mbarrier, which switches the CTA to
+/// vector clocks.
 fn cost_in<R>(
     shape: &Launch<'_>,
     mbarrier: bool,

@@ -98,8 +98,8 @@ enum Bound {
 
 impl Arguments {
     /// # Safety
-    /// The result must not outlive the memory that `given` borrows, nor be used while that memory
-    /// is used otherwise.
+    /// The result must not outlive the memory that `given` borrows, and nothing else may access
+    /// that memory meanwhile.
     pub(crate) unsafe fn bind(given: &[Arg<'_>], blocks: u32) -> Self {
         let buffer = |pointer, bytes, writable, early| {
             // SAFETY: the caller's promise.
@@ -120,8 +120,8 @@ impl Arguments {
         Self(given.iter().map(bind).collect())
     }
 
-    /// Makes writable arguments that overlap one region, and tells each where it is; returns the
-    /// regions' sizes.
+    /// Merges writable arguments that overlap into regions, and tells each argument its place;
+    /// returns the sizes of the regions.
     pub(crate) fn join_regions(&mut self) -> Vec<usize> {
         let mut buffers: Vec<_> = self.0.iter_mut().filter_map(Bound::memory_mut).collect();
         buffers.retain(|buffer| !buffer.range().is_empty());
@@ -205,7 +205,7 @@ impl Arguments {
         }
     }
 
-    /// The first write conflict between blocks: argument, byte, blocks.
+    /// The first write conflict between CTAs: argument, byte, CTAs.
     pub(crate) fn write_conflict(&self) -> Option<FaultKind> {
         self.0.iter().enumerate().find_map(|(argument, bound)| match bound {
             Bound::Memory(buffer) | Bound::Tensor(buffer, _) => {

@@ -38,9 +38,9 @@ pub fn fma(a: f32, b: f32, c: f32) -> f32 {
     flush(fused(flush(a), flush(b), flush(c)))
 }
 
-/// The product of two `f32` is exact in `f64`; only the sum rounds before the final rounding, so
-/// round it to odd, which the final rounding cannot see. A call of `fmaf` takes many times as long
-/// where the target has no such instruction.
+/// The product of two `f32` is exact in `f64`. The sum is rounded to odd, so that rounding twice
+/// gives the same as rounding once. A call of `fmaf` is many times slower on targets without the
+/// instruction.
 #[inline]
 fn fused(a: f32, b: f32, c: f32) -> f32 {
     let (product, addend) = (a as f64 * b as f64, c as f64);
@@ -57,7 +57,7 @@ fn fused(a: f32, b: f32, c: f32) -> f32 {
     f64::from_bits(if away { sum.to_bits() + 1 } else { sum.to_bits() - 1 }) as f32
 }
 
-/// The larger value; a NaN loses against a number.
+/// The larger value; of a number and a NaN, the number.
 #[inline]
 pub fn max(a: f32, b: f32) -> f32 {
     match (a.is_nan(), b.is_nan()) {
@@ -136,8 +136,8 @@ pub fn fma_f16x2(a: u32, b: u32, c: u32) -> u32 {
     halves([a, b, c], |[a, b, c]| a * b + c)
 }
 
-/// What `function` makes of the lower halves, rounded to f16, and of the upper ones. In double
-/// precision products of halves are exact.
+/// Applies `function` to the lower and the upper f16, in double precision, in which products of f16
+/// are exact, and rounds to f16.
 fn halves<const N: usize>(operands: [u32; N], function: impl Fn([f64; N]) -> f64) -> u32 {
     let half = |shift: u32| {
         let result = function(operands.map(|pair| f16_to_f32((pair >> shift) as u16).into()));
@@ -146,8 +146,8 @@ fn halves<const N: usize>(operands: [u32; N], function: impl Fn([f64; N]) -> f64
     pack(half(0), half(16))
 }
 
-/// Four of the eight bytes of `a`, the lower ones, and `b`: each of the selector's four lower
-/// nibbles names one, or with its upper bit set eight times that one's sign.
+/// Picks four of the eight bytes of `a` (the lower ones) and `b` (`prmt`): each of the selector's
+/// four lower nibbles picks one; with its top bit set, the sign of that byte, eight times.
 pub fn prmt(a: u32, b: u32, selector: u32) -> u32 {
     let bytes = (u64::from(b) << 32 | u64::from(a)).to_le_bytes();
     u32::from_le_bytes(core::array::from_fn(|i| {
@@ -157,20 +157,18 @@ pub fn prmt(a: u32, b: u32, selector: u32) -> u32 {
     }))
 }
 
-/// Two numbers of format e4m3 as f16, the first in the low half. Exact. SM 90.
+/// Widens two e4m3 values to f16, the first in the low half. Exact. SM 90.
 pub fn e4m3x2_to_f16x2(x: u16) -> u32 {
     let [low, high] = x.to_le_bytes();
     pack(e4m3_to_f16(low), e4m3_to_f16(high))
 }
 
-/// Rounds two values to e4m3, the first into the low byte; what is greater than 448 becomes 448.
-/// SM 90.
+/// Rounds two values to e4m3, the first into the low byte; values over 448 become 448. SM 90.
 pub fn f32x2_to_e4m3x2(lo: f32, hi: f32) -> u16 {
     u16::from_le_bytes([f32_to_e4m3(lo), f32_to_e4m3(hi)])
 }
 
-/// Rounds four values to e4m3, the first into the lowest byte; what is greater than 448 becomes
-/// 448. SM 89.
+/// Rounds four values to e4m3, the first into the lowest byte; values over 448 become 448. SM 89.
 pub fn f32x4_to_e4m3x4(x: [f32; 4]) -> u32 {
     u32::from_le_bytes(x.map(f32_to_e4m3))
 }
@@ -186,13 +184,13 @@ fn f32_to_e4m3(value: f32) -> u8 {
     }
     let (sign, size) = (u8::from(value.is_sign_negative()) << 7, value.abs().min(MAX));
     let exponent = ((size.to_bits() >> 23) as i32 - 127).max(LEAST);
-    // A mantissa that becomes 2 carries into the exponent by itself.
+    // Rounding up to a mantissa of 2 carries into the exponent.
     let mantissa = (size / ((exponent - MANTISSA) as f32).exp2()).round_ties_even() as u8;
     sign | (mantissa + (((exponent - LEAST) as u8) << MANTISSA))
 }
 
 fn e4m3_to_f16(x: u8) -> u16 {
-    /// What exponents of f16 count beyond those of e4m3.
+    /// Difference of the exponent biases of f16 and e4m3.
     const BIAS: u16 = (15 - 7) << 10;
     const STEP: f32 = 1.0 / 512.0;
     let (sign, size) = (u16::from(x & 0x80) << 8, x & 0x7f);
@@ -203,7 +201,7 @@ fn e4m3_to_f16(x: u8) -> u16 {
     }
 }
 
-/// The greater of each half, as numbers without sign.
+/// The maximum of each half, as unsigned integers.
 pub fn max_u16x2(a: u32, b: u32) -> u32 {
     (a >> 16).max(b >> 16) << 16 | (a & 0xffff).max(b & 0xffff)
 }

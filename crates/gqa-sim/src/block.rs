@@ -1,4 +1,4 @@
-//! A running block, as the device functions see it.
+//! A running CTA, as the device functions see it.
 
 use crate::arguments::Arguments;
 use crate::cluster::Membership;
@@ -13,9 +13,9 @@ use std::cell::Cell;
 use std::panic::Location;
 use std::ptr::{self, NonNull};
 
-/// What the threads of a block share.
+/// What the threads of a CTA share.
 pub(crate) struct Block {
-    /// Position among the launch's blocks, in x, then y, then z.
+    /// Position among the launch's CTAs, in x, then y, then z.
     pub(crate) number: u32,
     pub(crate) index: [u32; 3],
     pub(crate) grid: [u32; 3],
@@ -23,16 +23,16 @@ pub(crate) struct Block {
     pub(crate) who: Who,
     pub(crate) shared: SharedMemory,
     pub(crate) lanes: Vec<Lane>,
-    /// Clock of each warp; see the shadow of shared memory.
+    /// The clock of each warp; `shared/shadow.rs` explains it.
     pub(crate) clocks: Vec<u32>,
     pub(crate) block_time: u32,
     /// What each warp waits for besides its lanes.
     pub(crate) holds: Vec<Hold>,
-    /// Something happened that held warps may have waited for.
+    /// An event has occurred that held warps may be waiting for.
     pub(crate) woken: bool,
     pub(crate) hopper: Hopper,
     pub(crate) membership: Membership,
-    /// Checks of global memory beyond each access's own.
+    /// Checks of global memory that compare accesses with each other.
     pub(crate) watch: Option<Watch>,
     pub(crate) fault: Option<FaultKind>,
     arguments: NonNull<Arguments>,
@@ -41,7 +41,7 @@ pub(crate) struct Block {
 /// A thread.
 #[derive(Default)]
 pub(crate) struct Lane {
-    /// Leads back to the scheduler; valid once the thread has started.
+    /// Switches back to the scheduler; valid once the thread has started.
     pub(crate) yielder: Option<NonNull<Yielder<(), ()>>>,
     pub(crate) waiting: Waiting,
     /// Operands of the warp instruction the thread waits at, then its results.
@@ -57,25 +57,25 @@ pub(crate) enum Waiting {
     /// It may run.
     #[default]
     No,
-    /// For its block, here.
+    /// For its CTA, here.
     Block(&'static Location<'static>),
     /// For its warp, here.
     Warp(Collective, &'static Location<'static>),
-    /// For the phase of that parity of the mbarrier at that address, here.
+    /// It waits here for a phase of this parity, of the mbarrier at this address.
     Phase { address: u32, parity: u32, site: &'static Location<'static> },
     /// It has returned.
     Exited,
 }
 
-/// Why a warp whose lanes have met does not go on.
+/// Why a warp does not continue although its lanes have met.
 #[derive(Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) enum Hold {
     /// It may go on.
     #[default]
     No,
-    /// Some of its lanes wait for a phase of an mbarrier, and the others for these or for nothing.
+    /// Some lanes wait for a phase of an mbarrier; the others wait for these lanes or for nothing.
     Lanes,
-    /// It has executed an instruction that other warps must join.
+    /// It waits for other warps at an instruction that spans several.
     Warp,
 }
 
@@ -102,7 +102,7 @@ impl Block {
 
     #[inline(always)]
     pub(crate) fn arguments(&self) -> &Arguments {
-        // SAFETY: the launch keeps the arguments until its blocks are done.
+        // SAFETY: the launch keeps the arguments until its CTAs are done.
         unsafe { self.arguments.as_ref() }
     }
 
@@ -119,8 +119,8 @@ impl Block {
         self.shared.clocks().map_or(Stamp { block, agent: thread, time }, |c| c.now(thread))
     }
 
-    /// Whether that access of a thread of the block is ordered before the running thread's next
-    /// one.
+    /// Whether an earlier access by a thread of this CTA is ordered before the running thread's
+    /// next one.
     pub(crate) fn sees(&mut self, stamp: Stamp) -> bool {
         let Who { thread, time, block_time } = self.who;
         if let Some(clocks) = self.shared.clocks() {
@@ -162,7 +162,7 @@ impl Block {
     }
 }
 
-/// Index in x, y and z of a block's position among all.
+/// Index in x, y and z of a CTA's position among all.
 pub(crate) fn index(number: u32, [x, y, _]: [u32; 3]) -> [u32; 3] {
     [number % x, number / x % y, number / x / y]
 }
@@ -171,7 +171,7 @@ thread_local! {
     static CURRENT: Cell<*mut Block> = const { Cell::new(ptr::null_mut()) };
 }
 
-/// Makes a block the one that this thread of the host runs, until dropped.
+/// Makes a CTA current on this host thread, until dropped.
 pub(crate) struct Entered(*mut Block);
 
 impl Entered {
@@ -188,19 +188,19 @@ impl Drop for Entered {
     }
 }
 
-/// Whether this thread of the host runs a kernel.
+/// Whether this host thread runs a kernel.
 pub(crate) fn is_inside_kernel() -> bool {
     !CURRENT.get().is_null()
 }
 
-/// Lends the running block; `f` must neither suspend nor call this again.
+/// Lends the current CTA; `f` must neither suspend nor call this again.
 #[inline(always)]
 pub(crate) fn with<R>(f: impl FnOnce(&mut Block) -> R) -> R {
     let block = CURRENT.get();
     if block.is_null() {
         outside_kernel();
     }
-    // SAFETY: the block is valid as long as it is current, and only one borrow exists at a time:
+    // SAFETY: the CTA is valid as long as it is current, and only one borrow exists at a time:
     // each lives in one call of this function, and no call contains another or a switch to another
     // thread.
     f(unsafe { &mut *block })
@@ -215,7 +215,7 @@ pub(crate) fn checked<R>(f: impl FnOnce(&mut Block) -> Checked<R>) -> R {
     }
 }
 
-/// Lets other threads run until the scheduler comes back to this one.
+/// Suspends this thread until the scheduler resumes it.
 #[inline(always)]
 pub(crate) fn suspend() {
     let yielder = with(|block| block.lane().yielder).expect("the thread has started");

@@ -1,4 +1,4 @@
-//! Blocks of a cluster: their barrier, and each other's shared memory.
+//! Clusters of CTAs: the cluster barrier, and distributed shared memory.
 
 use crate::block::{self, Block, Hold};
 use crate::collective::meet;
@@ -11,29 +11,29 @@ use std::collections::BTreeMap;
 use std::ptr::NonNull;
 use std::rc::Rc;
 
-/// Most blocks of a cluster, where a kernel is allowed that many.
+/// The most CTAs of a cluster, with the non-portable cluster size allowed.
 pub(crate) const MAX_CLUSTER: u32 = 16;
-/// Bits of an address within a block; the rank, plus 1, is above them.
+/// Bits of an address within a CTA; the rank, plus 1, is above them.
 pub(crate) const RANK_SHIFT: u32 = 24;
 
-/// What the blocks of a cluster share.
+/// What the CTAs of a cluster share.
 #[derive(Default)]
 pub(crate) struct Cluster {
     /// By rank.
     blocks: Box<[NonNull<Block>]>,
     barrier: RefCell<Barrier>,
-    /// Something happened that blocks may have waited for.
+    /// An event has occurred that CTAs may be waiting for.
     pub(crate) woken: Cell<bool>,
 }
 
 /// The barrier among all threads of a cluster.
 #[derive(Default)]
 struct Barrier {
-    /// Threads that have arrived in the running phase.
+    /// Threads that have arrived in the current phase.
     arrived: u32,
     /// Phases completed.
     phases: u32,
-    /// Whether somebody has arrived without releasing.
+    /// Whether any thread has arrived with `.relaxed`.
     relaxed: bool,
     /// What those who have arrived have released.
     released: Rc<Known>,
@@ -41,16 +41,17 @@ struct Barrier {
     completed: Rc<Known>,
 }
 
-/// A block's side of the cluster.
+/// A CTA's side of the cluster.
 #[derive(Default)]
 pub(crate) struct Membership {
     pub(crate) cluster: Rc<Cluster>,
     pub(crate) rank: u32,
-    /// For each warp the phase in which it has arrived and not waited.
+    /// For each warp, the phase in which it has arrived without waiting yet.
     arrived: Vec<Option<u32>>,
     /// Warps that wait.
     waiting: Vec<usize>,
-    /// The last access of each foreign thread (block, thread) to the block's shared memory.
+    /// The last access of each thread of another CTA (CTA, thread) to this CTA's shared
+    /// memory.
     visits: BTreeMap<(u32, u32), u32>,
     /// All threads have exited.
     pub(crate) ended: bool,
@@ -64,7 +65,7 @@ impl Membership {
 
 impl Cluster {
     /// # Safety
-    /// The blocks must live as long as the cluster and be lent, one at a time, through
+    /// The CTAs must live as long as the cluster and be lent, one at a time, through
     /// [`block::with`] only.
     pub(crate) unsafe fn new(blocks: Box<[NonNull<Block>]>) -> Self {
         Self { blocks, ..Self::default() }
@@ -74,7 +75,7 @@ impl Cluster {
         self.blocks.len() as u32
     }
 
-    /// Threads that the running phase of the barrier misses.
+    /// Threads that have not arrived in the current phase of the barrier.
     pub(crate) fn missing(&self, threads: u32) -> u32 {
         self.size() * threads - self.barrier.borrow().arrived
     }
@@ -84,11 +85,11 @@ fn misuse<T>(block: &Block, what: String) -> Checked<T> {
     Err(Box::new(FaultKind::Cluster { thread: block.who.thread, what }))
 }
 
-/// The running block and another one of its cluster.
+/// The running CTA and another one of its cluster.
 fn pair(block: &mut Block, rank: u32) -> (&mut Block, &mut Block) {
     assert_ne!(rank, block.membership.rank, "a block is not its own peer");
     let mut other = block.membership.cluster.blocks[rank as usize];
-    // SAFETY: it lives as long as the cluster; only the running block is lent, and this is another
+    // SAFETY: it lives as long as the cluster; only the running CTA is lent, and this is another
     // one.
     (block, unsafe { other.as_mut() })
 }
@@ -173,18 +174,20 @@ pub(crate) fn wait(block: &mut Block, first: usize) -> Checked {
     Ok(())
 }
 
-/// An address of the cluster's window: the rank, if it is another block's, and the address there.
+/// Decodes an address of the cluster's window: the rank, if it is another CTA, and the address
+/// within it.
 fn locate(block: &Block, address: u32) -> Checked<(Option<u32>, u32)> {
     let (above, within) = (address >> RANK_SHIFT, address % (1 << RANK_SHIFT));
     match above.checked_sub(1) {
         None => Ok((None, within)),
         Some(rank) if rank == block.membership.rank => Ok((None, within)),
         Some(rank) if rank < block.membership.cluster.size() => Ok((Some(rank), within)),
-        Some(_) => misuse(block, format!("{address:#x} is no address of the cluster's window")),
+        Some(_) => misuse(block, format!("{address:#x} is not an address of the cluster's window")),
     }
 }
 
-/// The running block's clocks and the block of that rank, which the running thread may access now.
+/// The clocks of the running CTA, and the CTA of that rank, if the running thread may access
+/// it.
 fn reach(block: &mut Block, rank: u32) -> Checked<(&mut Clocks, &mut Block)> {
     block.vector_clocks();
     let thread = block.who.thread;
@@ -192,7 +195,7 @@ fn reach(block: &mut Block, rank: u32) -> Checked<(&mut Clocks, &mut Block)> {
     let clocks = block.shared.clocks().expect("just begun");
     if !clocks.knows(thread, other.number) {
         let what = format!(
-            "it accesses rank {rank} and cannot know that it has started: no cluster barrier before"
+            "it accesses rank {rank} without a cluster barrier that orders the start of that CTA before"
         );
         return Err(Box::new(FaultKind::Cluster { thread, what }));
     }
@@ -204,7 +207,8 @@ fn reach(block: &mut Block, rank: u32) -> Checked<(&mut Clocks, &mut Block)> {
     Ok((clocks, other))
 }
 
-/// As [`reach`], and remembers the access: the other block must not exit before it has seen it.
+/// As [`reach`], and records the access: the other CTA must not exit before it is ordered after
+/// the access.
 pub(crate) fn visit(block: &mut Block, rank: u32) -> Checked<(&mut Clocks, &mut Block)> {
     let thread = block.who.thread;
     let (clocks, other) = reach(block, rank)?;
@@ -213,16 +217,16 @@ pub(crate) fn visit(block: &mut Block, rank: u32) -> Checked<(&mut Clocks, &mut 
     Ok((clocks, other))
 }
 
-/// A place in the cluster's window, as the running thread may use it.
+/// A place in the cluster's window that the running thread may access.
 pub(crate) enum Reached<'a> {
-    /// In its own block.
+    /// In its own CTA.
     Own(&'a mut Block, u32),
-    /// In another one; the clocks are those of its own.
+    /// In another CTA; the clocks are those of the running CTA.
     Other { clocks: &'a mut Clocks, other: &'a mut Block, address: u32 },
 }
 
-/// Where a store that returns at once goes. The barrier that it completes on tells the other block
-/// of it.
+/// The destination of a store that returns at once. The mbarrier that it completes on orders it for
+/// the other CTA.
 pub(crate) fn reach_address(block: &mut Block, address: u32) -> Checked<Reached<'_>> {
     find(block, address, reach)
 }
@@ -243,8 +247,7 @@ fn find<'a>(
     Ok(Reached::Other { clocks, other, address })
 }
 
-/// The block's threads have all exited. Faults if a peer's access to its memory may come later than
-/// that.
+/// Called when all threads of the CTA have exited. Faults if a peer may still access its memory.
 pub(crate) fn end(block: &mut Block) -> Checked {
     block.membership.ended = true;
     let Some(clocks) = block.shared.clocks() else { return Ok(()) };
@@ -262,27 +265,27 @@ pub(crate) fn end(block: &mut Block) -> Checked {
     }
 }
 
-/// Block within the cluster.
+/// CTA within the cluster.
 #[inline]
 pub fn cluster_rank() -> u32 {
     block::with(|block| block.membership.rank)
 }
 
-/// Blocks of the cluster.
+/// CTAs of the cluster.
 #[inline]
 pub fn cluster_size() -> u32 {
     block::with(|block| block.membership.cluster.size())
 }
 
-/// Arrives at the cluster's barrier and makes this thread's accesses known there.
+/// Arrives at the cluster's barrier and releases this thread's accesses to the cluster.
 #[track_caller]
 #[inline]
 pub fn cluster_arrive() {
     let [] = meet(Collective::ClusterArrive { relaxed: false }, []);
 }
 
-/// Arrives at the cluster's barrier. Makes nothing known there but that the block has started, and
-/// the mbarriers whose initialisation this thread has fenced.
+/// Arrives at the cluster's barrier with `.relaxed`. Releases only that the CTA has started, and
+/// the mbarrier initialisations that this thread has fenced.
 #[track_caller]
 #[inline]
 pub fn cluster_arrive_relaxed() {
@@ -296,8 +299,8 @@ pub fn cluster_wait() {
     let [] = meet(Collective::ClusterWait, []);
 }
 
-/// Where that place of the own shared memory is in the block of that rank: an address of the
-/// cluster's window.
+/// The address in the cluster's window of this shared-memory address in the CTA of that rank
+/// (`mapa`).
 pub fn peer_address(address: u32, rank: u32) -> u32 {
     block::checked(|block| {
         let size = block.membership.cluster.size();

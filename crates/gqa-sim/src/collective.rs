@@ -4,7 +4,7 @@ use crate::block::{self, Waiting};
 use crate::instruction::Collective;
 use std::panic::Location;
 
-/// Waits for the warp at an instruction; returns the first registers it leaves.
+/// Waits for the warp at an instruction; returns the first result registers.
 #[track_caller]
 #[inline(always)]
 pub(crate) fn meet<const N: usize, const M: usize>(
@@ -21,7 +21,7 @@ pub(crate) fn meet<const N: usize, const M: usize>(
     block::with(|block| std::array::from_fn(|i| block.lane().registers[i]))
 }
 
-/// Waits for all threads of the block and orders their memory accesses.
+/// Waits for all threads of the CTA and orders their memory accesses.
 #[track_caller]
 #[inline(always)]
 pub fn sync_threads() {

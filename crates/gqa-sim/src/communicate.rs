@@ -1,9 +1,9 @@
-//! Blocks that pass data to each other through global memory, and grids that start before the one
-//! before them has ended.
+//! CTAs that communicate through global memory, and grids that start before the previous grid has
+//! ended (programmatic dependent launch).
 //!
-//! In a launch whose blocks communicate, every access to writable global memory is checked by the
-//! vector clocks that also check shared memory; atomic operations, which never race with each
-//! other, carry views from block to block.
+//! In a launch whose CTAs communicate, every access to writable global memory is checked by the
+//! vector clocks that also check shared memory; atomic operations never race with each other, and
+//! carry views from CTA to CTA.
 
 use crate::block::{self, Block};
 use crate::fault::{FaultKind, Hazard};
@@ -34,31 +34,32 @@ impl Access {
     }
 }
 
-/// What a launch watches of a block's accesses to global memory.
+/// The checks of a launch that compare accesses to global memory with each other.
 #[derive(Default)]
 pub(crate) struct Watch {
-    /// Where blocks communicate.
+    /// Where CTAs communicate.
     pub(crate) order: Option<Rc<RefCell<GlobalOrder>>>,
-    /// Where the grids before this one may still run.
+    /// Set where earlier grids may still run.
     pub(crate) dependency: Option<Dependency>,
     fences: HashMap<u32, Fences>,
 }
 
-/// A thread's fences among atomic operations that order nothing by themselves.
+/// A thread's fences around relaxed atomic operations.
 #[derive(Clone, Default)]
 struct Fences {
-    /// What it had done and seen at its last fence: its later stores release that.
+    /// Everything that happened before its last fence: its later stores release that.
     released: Option<Rc<Known>>,
-    /// What came with values that it has loaded since: its next fence acquires that.
+    /// Views that came with the values of its loads since: its next fence acquires them.
     pending: Rc<Known>,
 }
 
-/// Which threads may rely on the end of the grids before this one.
+/// Which threads are ordered after the end of earlier grids.
 #[derive(Default)]
 pub(crate) struct Dependency {
     /// Where threads have waited.
     waited: Vec<Stamp>,
-    /// For each thread whether it has, or has met one that has; missing: not.
+    /// For each thread, whether it has waited, or has synchronised with a thread that has; missing:
+    /// not.
     free: Vec<bool>,
 }
 
@@ -83,18 +84,18 @@ impl Watch {
     }
 }
 
-/// Every access to the writable memory of a launch.
+/// The order of accesses to all writable memory of a launch.
 pub(crate) struct GlobalOrder {
     regions: Vec<Region>,
-    /// Writes, some of them the last ones of a byte.
+    /// Writes; the last write of each byte is among them.
     writes: Vec<(Stamp, Access)>,
-    /// What the value of an atomic at (region, offset) carries.
+    /// The view that the value of an atomic at (region, offset) carries.
     released: HashMap<(usize, usize), Rc<Known>>,
 }
 
 /// Memory that arguments share.
 struct Region {
-    /// For each byte the number of its last write, plus 1.
+    /// For each byte, the index of its last write, plus 1.
     writers: Vec<u32>,
     /// By page, reads that no write has followed.
     reads: HashMap<usize, Vec<Reading>>,
@@ -113,11 +114,11 @@ struct Conflict {
     first: Stamp,
 }
 
-/// Reads are kept page by page, so that a write finds those of its bytes.
+/// Reads are kept by page, so that a write finds the reads of its bytes quickly.
 const PAGE: usize = 4096;
 
 impl GlobalOrder {
-    /// Regions of these sizes, written before the launch.
+    /// Regions of these sizes, initialised before the launch.
     pub(crate) fn new(regions: &[usize]) -> Self {
         let region = |bytes: &usize| Region { writers: vec![0; *bytes], reads: HashMap::new() };
         Self {
@@ -127,7 +128,7 @@ impl GlobalOrder {
         }
     }
 
-    /// An access of the thread with these clocks, stamped so.
+    /// An access at `stamp`, by the thread with these clocks.
     fn touch(
         &mut self,
         (region, bytes): (usize, Range<usize>),
@@ -225,8 +226,8 @@ pub(crate) fn watch(
     touched.or_else(|conflict| refuse(clocks, thread, (argument, offset, start), conflict))
 }
 
-/// Checks the reads of a copy that the running thread has started: byte ranges (offset, bytes).
-/// They may last as long as `copy` says.
+/// Checks the reads of an asynchronous copy of the running thread: byte ranges (offset, bytes).
+/// They may occur at any time until the copy completes.
 pub(crate) fn watch_copy(
     block: &mut Block,
     argument: u32,
@@ -277,7 +278,7 @@ fn refuse(
     Err(Box::new(FaultKind::GlobalRace { argument, offset, hazard, first, second }))
 }
 
-/// Faults if the access may meet grids before this one.
+/// Faults if earlier grids may still write the accessed memory.
 fn check_dependency(block: &mut Block, argument: u32, access: Access) -> Checked {
     let thread = block.who.thread;
     let Some(known) = dependency(block) else { return Ok(()) };
@@ -367,7 +368,7 @@ impl Atomic {
             fences.released.clone()
         };
         if self.writes {
-            // A store on its own carries only what it releases itself.
+            // A plain store releases only what the thread itself has done.
             let mut carries = carried.filter(|_| self.reads).unwrap_or_default();
             released.iter().for_each(|released| join_known(&mut carries, released));
             order.released.insert((region, start), carries);
@@ -380,9 +381,9 @@ fn fences(block: &mut Block, thread: u32) -> &mut Fences {
     block.watch.as_mut().expect("atomics are watched").fences.entry(thread).or_default()
 }
 
-/// Atomic operations among all threads of the GPU.
+/// Atomic operations at GPU scope.
 impl Global<u32> {
-    /// Adds to element `i`; returns what it was. Orders nothing.
+    /// Relaxed atomic add to element `i`; returns the old value.
     pub fn atomic_add(self, i: usize, addend: u32) -> u32 {
         ADD.execute(self, i, |old| old.wrapping_add(addend))
     }
@@ -392,8 +393,7 @@ impl Global<u32> {
         ADD.ordered().execute(self, i, |old| old.wrapping_add(addend))
     }
 
-    /// Adds one to element `i`, which becomes 0 where it was `last` or more; returns what it was.
-    /// Orders nothing.
+    /// Relaxed atomic increment of element `i`, which wraps to 0 at `last`; returns the old value.
     pub fn atomic_inc(self, i: usize, last: u32) -> u32 {
         ADD.execute(self, i, |old| if old >= last { 0 } else { old + 1 })
     }
@@ -413,7 +413,7 @@ impl Global<u32> {
         LOAD.execute(self, i, |old| old)
     }
 
-    /// Writes element `i` and releases with it all that this thread has done and seen.
+    /// Release store to element `i`.
     pub fn store_release(self, i: usize, value: u32) {
         STORE.ordered().execute(self, i, |_| value);
     }
@@ -424,8 +424,8 @@ impl Global<u32> {
     }
 }
 
-/// Orders what this thread has done and seen before its later atomic stores, and its earlier atomic
-/// loads before what it does later.
+/// A fence: orders earlier accesses before later atomic stores, and earlier atomic loads before
+/// later accesses.
 pub fn fence_gpu() {
     block::with(|block| {
         if block.watch.as_ref().is_none_or(|watch| watch.order.is_none()) {
@@ -440,7 +440,7 @@ pub fn fence_gpu() {
     });
 }
 
-/// Waits until the grids before this one have ended and their memory can be seen.
+/// Waits until earlier grids have ended and their writes are visible.
 pub fn grid_dependency_wait() {
     block::with(|block| {
         let (now, thread) = (block.now(), block.who.thread);
@@ -451,7 +451,7 @@ pub fn grid_dependency_wait() {
     });
 }
 
-/// Lets the grid after this one start, once all blocks have said so or exited.
+/// Lets the next grid start, once all CTAs have called this or exited.
 pub fn launch_dependents() {
     block::with(|_| {});
 }

@@ -16,12 +16,12 @@ pub(crate) struct Copies {
 struct Copy16 {
     destination: u32,
     value: [u32; 4],
-    /// Number of the group it will be or was committed with.
+    /// The number of its commit group.
     group: u64,
 }
 
 impl Copies {
-    /// The oldest copy, if its group is not among the `newest` last ones committed.
+    /// The oldest copy, unless its group is among the `newest` committed ones.
     fn landed(&mut self, newest: u64) -> Option<Copy16> {
         let finished = self.committed.saturating_sub(newest);
         self.pending.pop_front_if(|copy| copy.group < finished)
@@ -43,13 +43,13 @@ pub fn cp_async_16<T: Pod>(destination: u32, source: Global<T>, i: usize, valid:
     });
 }
 
-/// Closes the group of copies this thread started since the last one.
+/// Commits the copies that this thread started since the last commit as a group.
 pub fn cp_async_commit() {
     block::with(|block| block.lane().copies.committed += 1);
 }
 
-/// Waits until at most the `N` newest groups of this thread are unfinished. Other threads need a
-/// barrier besides.
+/// Waits until at most the `N` newest groups of this thread are in flight. Other threads need a
+/// barrier as well.
 pub fn cp_async_wait<const N: u32>() {
     block::with(|block| {
         while let Some(copy) = block.lane().copies.landed(N as u64) {

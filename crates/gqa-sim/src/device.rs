@@ -1,5 +1,5 @@
-//! The vocabulary of kernels, as the simulated machine executes it. Each function panics when
-//! called outside a kernel.
+//! The device functions of kernels, as the simulated machine executes them. Each panics outside a
+//! kernel.
 
 use crate::block;
 use crate::fault::FaultKind;
@@ -46,27 +46,27 @@ macro_rules! identity {
     )*};
 }
 identity! {
-    /// Thread within the block.
+    /// Thread within the CTA.
     thread_idx = |block| block.who.thread;
-    /// Threads of a block.
+    /// Threads of a CTA.
     block_dim = |block| block.lanes.len() as u32;
-    /// Block within the grid, x.
+    /// CTA within the grid, x.
     block_idx_x = |block| block.index[0];
-    /// Block within the grid, y.
+    /// CTA within the grid, y.
     block_idx_y = |block| block.index[1];
-    /// Block within the grid, z.
+    /// CTA within the grid, z.
     block_idx_z = |block| block.index[2];
-    /// Blocks of the grid, x.
+    /// CTAs of the grid, x.
     grid_dim_x = |block| block.grid[0];
-    /// Blocks of the grid, y.
+    /// CTAs of the grid, y.
     grid_dim_y = |block| block.grid[1];
-    /// Blocks of the grid, z.
+    /// CTAs of the grid, z.
     grid_dim_z = |block| block.grid[2];
     /// Thread within the warp.
     lane = |block| block.who.thread % 32;
-    /// Warp within the block.
+    /// Warp within the CTA.
     warp = |block| block.who.thread / 32;
-    /// Byte address in the shared window at which the block's dynamic shared memory starts.
+    /// Byte address in the shared window at which the CTA's dynamic shared memory starts.
     shared_base = |_| BASE;
 }
 
@@ -94,7 +94,7 @@ pub fn st_shared_vec(address: u32, value: [u32; 4]) {
     block::checked(|block| block.shared.store_vec(block.who, address, value));
 }
 
-/// The same value, of unknown origin to the optimiser: what is derived from it is computed anew.
+/// The same value, opaque to the optimiser: values derived from it are recomputed.
 #[inline]
 pub fn opaque(value: u32) -> u32 {
     std::hint::black_box(value)

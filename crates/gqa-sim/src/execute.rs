@@ -42,7 +42,7 @@ fn warp(block: &mut Block, first: usize) -> &mut [Lane; 32] {
     block.lanes[first..].first_chunk_mut().expect("a block has whole warps")
 }
 
-/// Register 0 is the value, register 1 says where from.
+/// Register 0 holds the value, register 1 the source lane or mask.
 fn shuffle(block: &mut Block, first: usize, source: impl Fn(u32, u32) -> u32) {
     let lanes = warp(block, first);
     let values: [u32; 32] = std::array::from_fn(|lane| lanes[lane].registers[0]);

@@ -1,14 +1,14 @@
-//! What the machine reports instead of undefined behaviour.
+//! Faults: what the machine reports in place of undefined behaviour.
 
 use std::fmt;
 use std::panic::Location;
 
-/// Why a launch was stopped. One fault is reported: that of the block with the lowest index.
+/// Why a launch was stopped. One fault is reported: that of the CTA with the lowest index.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Fault {
     /// Name given to the launch.
     pub kernel: String,
-    /// Block in which it happened; `None` where it concerns the launch as a whole.
+    /// CTA in which it happened; `None` where it concerns the launch as a whole.
     pub block: Option<[u32; 3]>,
     /// What happened.
     pub kind: FaultKind,
@@ -25,15 +25,15 @@ impl fmt::Display for Fault {
     }
 }
 
-/// A rule that a kernel or a launch broke. Threads are numbered within their block, shared
-/// addresses as kernels see them.
+/// A broken rule of a kernel or a launch. Threads are numbered within their CTA; shared addresses
+/// are the kernel's.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum FaultKind {
     /// The launch itself is impossible.
     #[error("impossible launch: {0}")]
     Launch(String),
-    /// The kernel takes something else in that place than the launch gave.
+    /// The kernel reads an argument as another kind than the launch passed.
     #[error("argument {argument}: {what}")]
     Argument {
         /// Position of the argument.
@@ -41,16 +41,16 @@ pub enum FaultKind {
         /// The difference.
         what: String,
     },
-    /// Lanes of a warp are at different instructions though the instruction needs all of them.
+    /// Lanes of a warp are at different instructions, and the instruction needs all of them.
     #[error("divergence: {0}")]
     Divergence(Standstill),
-    /// A block barrier that threads of the block never reach because they have exited.
+    /// A CTA barrier that exited threads of the CTA never reach.
     #[error("partial barrier: {0}")]
     PartialBarrier(Standstill),
     /// Threads wait for each other at different instructions.
     #[error("deadlock: {0}")]
     Deadlock(Standstill),
-    /// A read of shared memory that nothing has written since the block started.
+    /// A read of shared memory that nothing has written since the CTA started.
     #[error("thread {thread} reads shared memory at {address} that was never written")]
     UninitialisedShared {
         /// The reader.
@@ -70,7 +70,7 @@ pub enum FaultKind {
         /// First such place.
         address: u32,
     },
-    /// A shared-memory access outside the block's memory.
+    /// A shared-memory access outside the CTA's memory.
     #[error(
         "thread {thread} accesses {bytes} bytes of shared memory at {address}, outside {base}..{end}"
     )]
@@ -81,7 +81,7 @@ pub enum FaultKind {
         address: u32,
         /// How many.
         bytes: u32,
-        /// First address of the block's memory.
+        /// First address of the CTA's memory.
         base: u32,
         /// One past its last.
         end: u32,
@@ -112,8 +112,8 @@ pub enum FaultKind {
         /// Thread of the other access.
         second: u32,
     },
-    /// As [`FaultKind::Race`], where one access or both are made by a unit on behalf of threads: no
-    /// wait orders them.
+    /// As [`FaultKind::Race`], where one access or both are made by an asynchronous unit: no wait
+    /// orders them.
     #[error(
         "race on shared memory at {address}: {hazard}, {second} after {first} without a wait between"
     )]
@@ -127,8 +127,8 @@ pub enum FaultKind {
         /// Whose the other is.
         second: Agent,
     },
-    /// A unit accesses what a thread wrote, ordered after it, but the thread did not fence its
-    /// write for such units.
+    /// An asynchronous unit accesses what a thread wrote before, without a proxy fence of that
+    /// thread in between.
     #[error(
         "{reader} accesses shared memory at {address}, which thread {writer} wrote without fence_proxy_async"
     )]
@@ -140,7 +140,7 @@ pub enum FaultKind {
         /// Whose access it is.
         reader: Agent,
     },
-    /// A global-memory access outside what the launch bound.
+    /// A global-memory access outside the bounds of its argument.
     #[error(
         "thread {thread} accesses {bytes} bytes at byte {offset} of argument {argument}, which has {limit}"
     )]
@@ -188,8 +188,8 @@ pub enum FaultKind {
         /// Where, from the start of the argument.
         offset: i64,
     },
-    /// Two accesses to global memory by threads of a launch whose blocks communicate, one of them
-    /// writing, that nothing orders.
+    /// Two accesses to global memory in a launch whose CTAs communicate, at least one a write,
+    /// that nothing orders.
     #[error(
         "race on global memory at byte {offset} of argument {argument}: {hazard}, thread {second} after {first} and nothing orders them"
     )]
@@ -205,7 +205,7 @@ pub enum FaultKind {
         /// Thread of the other access.
         second: u32,
     },
-    /// Blocks pass data to each other in a way that the launch does not allow.
+    /// CTAs communicate in a way that the launch does not allow.
     #[error("thread {thread}, global memory: {what}")]
     Communication {
         /// Who.
@@ -221,17 +221,17 @@ pub enum FaultKind {
         /// Which rule.
         what: String,
     },
-    /// Two blocks of one launch write the same element.
+    /// Two CTAs of one launch write the same element.
     #[error("blocks {} and {} both write byte {offset} of argument {argument}", blocks[0], blocks[1])]
     WriteConflict {
         /// Position of the argument.
         argument: usize,
         /// Lowest such place.
         offset: usize,
-        /// The two lowest of these blocks, numbered in x, then y, then z.
+        /// The two lowest of these CTAs, numbered in x, then y, then z.
         blocks: [u32; 2],
     },
-    /// A transaction barrier was used against its rules.
+    /// An mbarrier was used against its rules.
     #[error("thread {thread}, mbarrier at {address}: {what}")]
     Mbarrier {
         /// Who.
@@ -251,7 +251,7 @@ pub enum FaultKind {
         /// Which rule.
         what: String,
     },
-    /// A warpgroup broke a rule of instructions that its four warps execute together.
+    /// A warpgroup broke a rule of warpgroup instructions.
     #[error("warpgroup {warpgroup}: {what}")]
     Warpgroup {
         /// Which four warps.
@@ -259,16 +259,14 @@ pub enum FaultKind {
         /// Which rule.
         what: String,
     },
-    /// A warpgroup waits for registers that nobody will give back.
-    #[error(
-        "warpgroup {warpgroup} would wait for {wanted} more registers for ever; {free} are free"
-    )]
+    /// A warpgroup waits for registers that no warpgroup will release.
+    #[error("warpgroup {warpgroup} waits forever for {wanted} more registers; {free} are free")]
     RegisterPool {
         /// Which four warps.
         warpgroup: u32,
         /// Registers it waits for.
         wanted: u32,
-        /// Registers the block has left.
+        /// Registers the CTA has left.
         free: u32,
     },
     /// An impossible copy between a tensor and shared memory.
@@ -312,21 +310,21 @@ impl FaultKind {
 pub enum Agent {
     /// A thread.
     Thread(u32),
-    /// A thread of another block.
+    /// A thread of another CTA.
     Peer {
-        /// Number of the block, counted in x, then y, then z.
+        /// Number of the CTA, counted in x, then y, then z.
         block: u32,
         /// The thread.
         thread: u32,
     },
-    /// A unit that works for threads of another block.
+    /// An asynchronous unit that works for threads of another CTA.
     PeerUnit {
-        /// Number of the block, counted in x, then y, then z.
+        /// Number of the CTA, counted in x, then y, then z.
         block: u32,
     },
     /// Threads that cannot be told apart any more.
     Everyone,
-    /// The TMA, or peers' `st_async`, for what completes on the mbarrier at that address.
+    /// The TMA, or peers' `st_async`, for copies that complete on the mbarrier at that address.
     Load {
         /// Address of the mbarrier.
         mbarrier: u32,
@@ -336,7 +334,7 @@ pub enum Agent {
         /// The thread.
         thread: u32,
     },
-    /// The tensor cores, for products of a warpgroup, this warp's part.
+    /// The tensor cores, for this warp's part of a warpgroup's products.
     Wgmma {
         /// The warp.
         warp: u32,
@@ -378,7 +376,7 @@ impl fmt::Display for Hazard {
     }
 }
 
-/// Where threads stand that cannot go on: threads at the same place together.
+/// The place of threads that cannot continue: a group for each place.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Standstill(pub Vec<(Threads, Place)>);
 
@@ -391,7 +389,7 @@ impl fmt::Display for Standstill {
     }
 }
 
-/// Threads of a block, ascending; prints as ranges.
+/// Threads of a CTA, ascending; prints as ranges.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Threads(pub Vec<u32>);
 
@@ -415,7 +413,7 @@ pub enum Place {
     Ready,
     /// It has returned from the kernel.
     Exited,
-    /// It waits for its block.
+    /// It waits for its CTA.
     Barrier(&'static Location<'static>),
     /// It waits for its warp at an instruction of that name.
     Warp(&'static str, &'static Location<'static>),

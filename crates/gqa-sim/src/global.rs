@@ -9,13 +9,13 @@ use std::marker::PhantomData;
 
 /// A kernel's pointer parameter; indices and offsets count elements.
 ///
-/// It names an argument of the launch that is running and holds no address: kept beyond the launch,
-/// it can do no harm.
+/// It names an argument of the running launch and holds no address, so that it is harmless after
+/// the launch.
 #[derive(Debug)]
 pub struct Global<T> {
     argument: u32,
     null: bool,
-    /// In bytes; saturated, so that no index wraps around into the memory.
+    /// In bytes; saturated, so that no index wraps around into the memory of another argument.
     start: i64,
     element: PhantomData<T>,
 }
@@ -126,7 +126,7 @@ impl<T: Pod> Global<T> {
         });
     }
 
-    /// Accesses `N` words of the buffer as the running block.
+    /// Accesses `N` words of the buffer as the running CTA.
     #[inline(always)]
     fn checked<W, const N: usize, R>(
         self,
@@ -150,7 +150,7 @@ impl<T: Pod> Global<T> {
         }
     }
 
-    /// What the launch wants to know besides of an access that is inside.
+    /// Further checks of an access within bounds, as the launch requires.
     #[cold]
     fn watch(self, bytes: u32, kind: Access) {
         block::checked(|block| communicate::watch(block, self.argument, self.start, bytes, kind));

@@ -43,8 +43,8 @@ impl Collective {
         }
     }
 
-    /// Whether lanes may rely on each other's memory accesses after it. Shuffles, votes and matrix
-    /// instructions promise nothing.
+    /// Whether the instruction orders memory accesses among the lanes. Shuffles, votes and matrix
+    /// instructions do not.
     pub(crate) fn orders_memory(self) -> bool {
         self == Self::SyncWarp
     }

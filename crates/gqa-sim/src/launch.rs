@@ -2,7 +2,7 @@
 
 use crate::instruction::Collective;
 
-/// Dynamic shared memory a block can have: 227 KiB, as on Hopper.
+/// Dynamic shared memory a CTA can have: 227 KiB, as on Hopper.
 pub const MAX_SHARED_BYTES: u32 = 227 * 1024;
 
 /// Shape of a launch.
@@ -10,28 +10,28 @@ pub const MAX_SHARED_BYTES: u32 = 227 * 1024;
 pub struct Launch<'a> {
     /// Named in faults.
     pub name: &'a str,
-    /// Blocks in x, y and z.
+    /// CTAs in x, y and z.
     pub grid: [u32; 3],
-    /// Threads of a block: whole warps, at most 1024.
+    /// Threads of a CTA: whole warps, at most 1024.
     pub threads: u32,
-    /// Dynamic shared memory of a block.
+    /// Dynamic shared memory of a CTA.
     pub shared_bytes: u32,
-    /// Decides the order in which threads run. What a launch does, faults included, depends on
-    /// nothing else.
+    /// Determines the order in which threads run. The results of a launch, including its faults,
+    /// depend on nothing else.
     pub seed: u64,
-    /// Blocks of a cluster, neighbours in x; 1: no clusters. At most 16.
+    /// CTAs of a cluster, neighbours in x; 1: no clusters. At most 16.
     pub cluster: u32,
-    /// Blocks pass data to each other through global memory: atomic operations are allowed, and
-    /// accesses to writable global memory checked. Blocks then run on one core, in an order that
-    /// the seed decides.
+    /// CTAs communicate through global memory: atomic operations are allowed, and accesses to
+    /// writable global memory are checked. CTAs then run on one core, in an order that the seed
+    /// determines.
     pub communicates: bool,
-    /// The launch may start before the grids before it have ended: until `grid_dependency_wait` it
-    /// may only read, and only [early](Arg::early) arguments.
+    /// Programmatic dependent launch: the launch may start before earlier grids have ended. Until
+    /// `grid_dependency_wait` it may only read, and only [early](Arg::early) arguments.
     pub programmatic: bool,
 }
 
 impl Default for Launch<'_> {
-    /// One block of one warp without shared memory.
+    /// One CTA of one warp without shared memory.
     fn default() -> Self {
         Self {
             name: "kernel",
@@ -49,13 +49,13 @@ impl Default for Launch<'_> {
 /// What a launch did.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Report {
-    /// Blocks run.
+    /// CTAs run.
     pub blocks: u64,
-    /// Times that a warp ran until all its lanes waited.
+    /// Scheduler turns: runs of a warp until all its lanes wait.
     pub turns: u64,
-    /// Block barriers passed.
+    /// CTA barriers passed.
     pub barriers: u64,
-    /// Other instructions of a whole warp, once per warp.
+    /// Other warp-level instructions, counted once per warp.
     pub warp_instructions: u64,
     /// `ldmatrix`, once per warp.
     pub matrix_loads: u64,

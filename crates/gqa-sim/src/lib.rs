@@ -1,10 +1,10 @@
-//! A CUDA-like machine on the CPU that finds what hardware would leave undefined.
+//! A CUDA-like machine on the CPU that reports what would be undefined behaviour on hardware.
 //!
 //! [`launch`] runs a kernel, a plain function, once for every thread of a grid. Threads are
-//! coroutines that give way only where CUDA threads wait for each other; blocks run in parallel.
-//! What kernels can do is in [`device`]. Instructions of a whole warp need the whole warp, shared
-//! memory knows who wrote and read each byte, copies arrive when they are waited for, and every
-//! broken rule stops the launch with a [`Fault`] that names the threads and the place.
+//! coroutines that yield only where CUDA threads wait for each other; CTAs run in parallel.
+//! [`device`] has the functions that kernels call. Instructions of a whole warp need the whole
+//! warp, shared memory knows who wrote and read each byte, copies arrive when they are waited for,
+//! and every broken rule stops the launch with a [`Fault`] that names the threads and the place.
 //!
 //! ```
 //! use gqa_sim::{Arg, Launch, device, launch};

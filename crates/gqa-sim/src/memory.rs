@@ -1,10 +1,10 @@
-//! Global memory: what a launch bound, and which block wrote which element of it.
+//! Global memory: what a launch bound, and which CTA wrote which element of it.
 
 use crate::fault::FaultKind;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU16, AtomicU32, AtomicU64};
 
-/// Memory behind a pointer argument. Accesses are relaxed atomics, so that a kernel whose blocks
+/// Memory behind a pointer argument. Accesses are relaxed atomics, so that a kernel whose CTAs
 /// race is wrong and not undefined.
 #[derive(Debug)]
 pub(crate) struct Buffer {
@@ -12,15 +12,14 @@ pub(crate) struct Buffer {
     bytes: usize,
     writable: bool,
     writers: Writers,
-    /// Where it is in the memory whose accesses a launch with communicating blocks orders: region
-    /// and offset.
+    /// Its region and offset in the memory whose accesses are ordered, in a launch whose CTAs
+    /// communicate.
     pub(crate) region: Option<(usize, usize)>,
-    /// May be read before the grids before this one have ended.
+    /// May be read before earlier grids have ended.
     pub(crate) early: bool,
 }
 
-// SAFETY: the memory is reached through atomic operations only, and whoever made the buffer lets
-// nobody else use it.
+// SAFETY: all accesses to the memory are atomic, and the maker of the buffer has exclusive access.
 unsafe impl Sync for Buffer {}
 // SAFETY: as above.
 unsafe impl Send for Buffer {}
@@ -76,7 +75,7 @@ impl Buffer {
         Ok(std::array::from_fn(|i| unsafe { W::load(place.cast::<W>().add(i)) }))
     }
 
-    /// Stores `N` words for `block`; they are elements of `element` bytes.
+    /// Stores `N` words for `block`, as elements of `element` bytes.
     #[inline(always)]
     pub(crate) fn store<W: Word, const N: usize>(
         &self,
@@ -140,8 +139,8 @@ macro_rules! word {
 }
 word!(u8 => AtomicU8, u16 => AtomicU16, u32 => AtomicU32, u64 => AtomicU64);
 
-/// For the first byte of each element written, the two lowest blocks (plus 1) that wrote it, so
-/// that the answer does not depend on which ran first. Empty where the launch has one block.
+/// For the first byte of each element written, the two lowest CTAs (plus 1) that wrote it, so
+/// that the answer does not depend on which ran first. Empty where the launch has one CTA.
 #[derive(Debug)]
 struct Writers {
     pairs: Box<[AtomicU64]>,

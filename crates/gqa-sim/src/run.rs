@@ -20,7 +20,7 @@ pub type Loop<'a> = &'a dyn Fn(usize, &(dyn Fn(usize) + Sync));
 /// Runs `kernel` once for every thread of the grid. Clusters run in parallel, on rayon's threads.
 ///
 /// # Errors
-/// The fault of the lowest block that has one.
+/// The fault of the lowest CTA that has one.
 pub fn launch(
     launch: &Launch<'_>,
     kernel: Kernel<'_>,
@@ -62,7 +62,7 @@ pub fn launch_by(
     }
 }
 
-/// Number of blocks, or why there cannot be any.
+/// The number of CTAs, or why the launch is refused.
 fn blocks(launch: &Launch<'_>) -> Result<u32, String> {
     let [x, y, z] = launch.grid;
     if launch.threads == 0 || launch.threads > 1024 || !launch.threads.is_multiple_of(32) {
@@ -95,7 +95,7 @@ fn blocks(launch: &Launch<'_>) -> Result<u32, String> {
         .ok_or_else(|| format!("{blocks} blocks do not fit 32 bits"))
 }
 
-/// Blocks whose writes must not meet; those of blocks that communicate are ordered otherwise.
+/// The number of writers to compare; CTAs that communicate are checked by vector clocks.
 fn written_by(launch: &Launch<'_>, blocks: u32) -> u32 {
     if launch.communicates { 1 } else { blocks }
 }
@@ -136,14 +136,14 @@ fn run_apart(machine: Machine<'_>, clusters: u32, each: Loop<'_>) -> Outcome {
     outcome.into_inner().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Clusters that take turns in a launch whose blocks communicate: a few, of up to so many blocks
-/// together.
+/// The number of clusters that take turns in a launch whose CTAs communicate: a few, with a
+/// bounded number of CTAs.
 fn resident(cluster: u32) -> usize {
     const BLOCKS: u32 = 16;
     (BLOCKS / cluster).clamp(2, 4) as usize
 }
 
-/// Clusters start in an order that the seed decides, and a few of them take turns.
+/// Clusters start in an order that the seed determines, and a few of them take turns.
 fn run_in_turns(machine: Machine<'_>, clusters: u32, order: GlobalOrder) -> Outcome {
     let mut random = Random::new(machine.launch.seed, u32::MAX - 1);
     let mut numbers: Vec<u32> = (0..clusters).collect();

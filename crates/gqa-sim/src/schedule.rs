@@ -1,5 +1,5 @@
-//! Runs the threads of blocks: each is a coroutine, a warp runs until all its lanes wait, and the
-//! seed decides who is next.
+//! Runs the threads of CTAs: each thread is a coroutine, a warp runs until all its lanes wait,
+//! and the seed determines which warp is next.
 
 use crate::arguments::Arguments;
 use crate::block::{self, Block, Entered, Hold, Lane, Waiting};
@@ -22,7 +22,7 @@ use std::rc::Rc;
 /// A kernel: the body of one thread.
 pub type Kernel<'a> = &'a (dyn Fn(&Arguments) + Sync);
 
-/// What all blocks of a launch have in common.
+/// What all CTAs of a launch have in common.
 #[derive(Clone, Copy)]
 pub(crate) struct Machine<'a> {
     pub(crate) launch: &'a Launch<'a>,
@@ -31,7 +31,7 @@ pub(crate) struct Machine<'a> {
 }
 
 /// Runs clusters, given by their numbers; at most `resident` of them take turns. A fault comes with
-/// the number of its block.
+/// the number of its CTA.
 pub(crate) fn run(
     machine: Machine<'_>,
     clusters: impl IntoIterator<Item = u32>,
@@ -63,20 +63,20 @@ struct Gang<'a> {
     order: Option<Rc<RefCell<GlobalOrder>>>,
     random: Random,
     teams: Vec<Team>,
-    /// Which team's which block runs.
+    /// Which team's which CTA runs.
     turn: (usize, usize),
     report: Report,
-    /// Where more than one block is resident. Dropped after the blocks.
+    /// Set where more than one CTA is resident. Dropped after the CTAs.
     stacks: Option<Reserved>,
 }
 
-/// The blocks of a cluster.
+/// The CTAs of a cluster.
 struct Team {
     cluster: Rc<Cluster>,
     runs: Vec<Run>,
-    /// Blocks that may go on.
+    /// CTAs that may go on.
     active: Vec<usize>,
-    /// Blocks that may go on once others have done something.
+    /// CTAs that wait for events from other CTAs.
     stuck: Vec<usize>,
 }
 
@@ -101,7 +101,7 @@ impl Gang<'_> {
         }
     }
 
-    /// One of the active blocks does something; on its own, it runs until it cannot.
+    /// Runs one of the active CTAs for a turn, or until it cannot continue if it is alone.
     fn turn(&mut self, active: usize) -> Result<(), (u32, FaultKind)> {
         let mut choice = self.random.below(active);
         let mut team = 0;
@@ -126,11 +126,11 @@ impl Gang<'_> {
         Ok(())
     }
 
-    /// Block and thread that were running.
+    /// CTA and thread that were running.
     fn running(&self) -> (u32, u32) {
         let team = &self.teams[self.turn.0];
         let run = &team.runs[team.active[self.turn.1]];
-        // SAFETY: the block lives, and nobody else uses it.
+        // SAFETY: the CTA lives, and nobody else uses it.
         let block = unsafe { run.block.as_ref() };
         (block.number, block.who.thread)
     }
@@ -146,12 +146,12 @@ impl Team {
         let size = machine.launch.cluster;
         let numbers = number * size..number * size + size;
         let runs: Vec<_> = numbers.map(|block| Run::new(machine, block, order, stacks)).collect();
-        // SAFETY: the team's blocks live as long as each other, and are lent as the running block
+        // SAFETY: the team's CTAs live as long as each other, and are lent as the running CTA
         // only.
         let cluster = Rc::new(unsafe { Cluster::new(runs.iter().map(|run| run.block).collect()) });
         for (rank, run) in runs.iter().enumerate() {
             let mut block = run.block;
-            // SAFETY: nobody else uses the block yet.
+            // SAFETY: nobody else uses the CTA yet.
             let membership = unsafe { &mut block.as_mut().membership };
             membership.cluster = cluster.clone();
             membership.rank = rank as u32;
@@ -159,7 +159,7 @@ impl Team {
         Self { cluster, active: (0..runs.len()).collect(), stuck: Vec::new(), runs }
     }
 
-    /// Lets blocks go on for which others have done something.
+    /// Wakes CTAs that other CTAs have signalled.
     fn wake(&mut self) {
         if self.cluster.woken.take() {
             let woken = self.stuck.extract_if(.., |number| self.runs[*number].is_woken());
@@ -171,30 +171,30 @@ impl Team {
     fn deadlock(&self) -> (u32, FaultKind) {
         let first = self.stuck.iter().min().expect("a team without active blocks waits");
         let run = &self.runs[*first];
-        // SAFETY: the block lives, and nobody else uses it.
+        // SAFETY: the CTA lives, and nobody else uses it.
         (run.number(), unsafe { deadlock(&mut *run.block.as_ptr()) })
     }
 }
 
-/// Turns that a warp has one after the other, on average, if nothing holds it.
+/// The average number of consecutive turns of a warp that nothing holds.
 const TURNS: usize = 16;
 
-/// A block and its threads.
+/// A CTA and its threads.
 struct Run {
     block: NonNull<Block>,
     coroutines: Vec<Coroutine<(), (), (), ThreadStack>>,
     /// Warps that may run.
     ready: Vec<usize>,
-    /// Warps that may go on once others have done something.
+    /// Warps that wait for events from other warps.
     held: Vec<usize>,
-    /// Warps that wait for the block.
+    /// Warps that wait for the CTA.
     waiting: u32,
     exited: u32,
     random: Random,
     report: Report,
 }
 
-/// What became of a block.
+/// What became of a CTA.
 enum Progress {
     Ran,
     /// None of its warps can run.
@@ -207,7 +207,7 @@ enum Progress {
 enum Turn {
     /// It may go on.
     Ready,
-    /// It may go on once others have done something.
+    /// The CTA waits for events from other CTAs.
     Held,
     Barrier,
     Exited,
@@ -240,7 +240,7 @@ impl Run {
     }
 
     fn number(&self) -> u32 {
-        // SAFETY: the block lives, and nobody else uses it.
+        // SAFETY: the CTA lives, and nobody else uses it.
         unsafe { self.block.as_ref() }.number
     }
 
@@ -249,9 +249,9 @@ impl Run {
         unsafe { self.block.as_ref() }.woken
     }
 
-    /// Does something; alone, until it can do nothing more.
+    /// Runs for a turn; alone, until it cannot continue.
     fn run(&mut self, alone: bool) -> Result<Progress, FaultKind> {
-        // SAFETY: the block outlives the guard, and until then is used through the current block
+        // SAFETY: the CTA outlives the guard, and until then is used through the current CTA
         // only.
         let _entered = unsafe { Entered::new(self.block.as_ptr()) };
         loop {
@@ -262,7 +262,7 @@ impl Run {
         }
     }
 
-    /// A turn of a warp, or the arrival of a copy, or the block's barrier.
+    /// One turn: a warp runs, a copy arrives, or the CTA barrier completes.
     fn step(&mut self) -> Result<Progress, FaultKind> {
         let loads = block::with(|block| wake(block, &mut self.ready, &mut self.held));
         if self.ready.len() + loads == 0 {
@@ -316,7 +316,8 @@ impl Run {
         self.ready.extend(0..std::mem::take(&mut self.waiting) as usize);
     }
 
-    /// Some turns of a warp while it may go on: its threads' stacks are in the cache by then.
+    /// Several turns of a warp while nothing holds it: its threads' stacks are in the cache by
+    /// then.
     fn turns(&mut self, warp: usize) -> Result<Turn, FaultKind> {
         loop {
             match self.turn(warp)? {
@@ -326,8 +327,8 @@ impl Run {
         }
     }
 
-    /// Runs each lane of a warp until it waits, then what they wait for if it concerns the warp
-    /// only.
+    /// Runs each lane of a warp until it waits, then executes the warp's instruction if all wait
+    /// for one.
     fn turn(&mut self, warp: usize) -> Result<Turn, FaultKind> {
         let (a, b) = self.random.permutation();
         let runnable = block::with(|block| runnable(block, warp));
@@ -386,19 +387,18 @@ impl Run {
 }
 
 impl Drop for Run {
-    /// Unwinds what a fault left suspended and keeps the stacks for later blocks.
+    /// Unwinds threads that a fault left suspended, and keeps the stacks for later CTAs.
     fn drop(&mut self) {
-        // SAFETY: as in `run`; the guard is dropped before the block.
+        // SAFETY: as in `run`; the guard is dropped before the CTA.
         let entered = unsafe { Entered::new(self.block.as_ptr()) };
         for mut coroutine in self.coroutines.drain(..) {
-            // A destructor that panics while its kernel is taken down has nothing to add to the
-            // fault.
+            // A destructor that panics during the unwinding adds nothing to the fault.
             let unwound = catch_unwind(AssertUnwindSafe(|| coroutine.force_unwind()));
             drop(unwound);
             coroutine.into_stack().give_back();
         }
         drop(entered);
-        // SAFETY: leaked by `new`, and no longer the running block.
+        // SAFETY: leaked by `new`, and no longer the running CTA.
         drop(unsafe { Box::from_raw(self.block.as_ptr()) });
     }
 }
@@ -409,7 +409,7 @@ fn coroutine(
     arguments: &Arguments,
     stack: ThreadStack,
 ) -> Coroutine<(), (), (), ThreadStack> {
-    // SAFETY: the block's `Run` drops its coroutines, and `run` borrows kernel and arguments for
+    // SAFETY: the CTA's `Run` drops its coroutines, and `run` borrows kernel and arguments for
     // longer.
     unsafe {
         Coroutine::with_stack_unchecked(stack, move |yielder, ()| {
@@ -448,7 +448,7 @@ impl Waiting {
     }
 }
 
-/// Moves held warps that may go on; returns how many copies are in flight.
+/// Requeues held warps that may continue; returns the number of copies in flight.
 #[inline(always)]
 fn wake(block: &mut Block, ready: &mut Vec<usize>, held: &mut Vec<usize>) -> usize {
     if std::mem::take(&mut block.woken) {
@@ -457,7 +457,7 @@ fn wake(block: &mut Block, ready: &mut Vec<usize>, held: &mut Vec<usize>) -> usi
     block.hopper.loads.len()
 }
 
-/// Lanes of the warp wait for different things. That is well if some wait for a phase of an
+/// Lanes of the warp wait for different things. That is legal if some wait for a phase of an
 /// mbarrier.
 #[cold]
 fn hold(block: &mut Block, warp: usize) -> Result<Turn, FaultKind> {
@@ -489,7 +489,7 @@ fn standstill(block: &Block, threads: Range<usize>) -> Standstill {
     Standstill(places)
 }
 
-/// Names the way in which lanes of a warp fail to meet.
+/// The fault of lanes of a warp that do not meet.
 fn disagreement(standstill: Standstill) -> FaultKind {
     let has = |kind: fn(&Place) -> bool| standstill.0.iter().any(|(_, place)| kind(place));
     let barrier = has(|place| matches!(place, Place::Barrier(_)));

@@ -4,21 +4,21 @@ use corosensei::stack::{DefaultStack, Stack, StackPointer};
 use std::cell::{Cell, RefCell};
 use std::sync::{Condvar, Mutex, PoisonError};
 
-/// Room for a kernel compiled without optimisation; the system provides only what is touched.
+/// Enough for a kernel compiled without optimisation; untouched pages cost nothing.
 const BYTES: usize = 256 * 1024;
 const CACHE_LINE: usize = 64;
-/// Lines from one stack's start to the next one's, within their pages. Odd, so that all sets of a
-/// cache are used.
+/// Cache lines from one stack's start to the next one's, within a page. Odd, so that all sets of
+/// the cache are used.
 const STEP: usize = 17;
 const COLOURS: usize = 64;
 
-/// A stack that starts at its own distance from the page's end. Stacks that all started at a page's
-/// end would put the frames of all threads into the same few sets of the first-level cache, which
-/// nearly every switch of threads would then miss.
+/// A stack that starts at its own offset within a page. If all stacks started at the end of a page,
+/// the frames of all threads would share a few sets of the L1 cache, and nearly every switch of
+/// threads would miss.
 pub(crate) struct ThreadStack {
     memory: DefaultStack,
     skipped: usize,
-    /// Of the stock that all threads of the host share.
+    /// The maximum number of stacks of the process.
     shared: bool,
 }
 
@@ -27,8 +27,8 @@ thread_local! {
     static MADE: Cell<usize> = const { Cell::new(0) };
 }
 
-/// Stacks of blocks that take turns. A host that ran clusters of thousands of threads on each of
-/// many cores would run out of mappings.
+/// Stacks of CTAs that take turns. Without a limit, clusters of thousands of threads on each of
+/// many cores would exhaust the memory mappings.
 struct Stock {
     idle: Vec<ThreadStack>,
     /// Stacks that are reserved.
@@ -37,14 +37,15 @@ struct Stock {
 
 static STOCK: Mutex<Stock> = Mutex::new(Stock { idle: Vec::new(), reserved: 0 });
 static RETURNED: Condvar = Condvar::new();
-/// Stacks that are reserved together, unless one launch needs more.
+/// The stacks that one reservation may take at once, unless a launch needs more.
 const STOCKED: usize = 8192;
 
-/// The right to take so many stacks of the stock.
+/// A reservation of stacks.
 pub(crate) struct Reserved(usize);
 
 impl Reserved {
-    /// Waits until there are so many. Whoever has some must not ask for more.
+    /// Waits until enough stacks are free. A holder of stacks must not reserve more, which could
+    /// deadlock.
     pub(crate) fn new(count: usize) -> Self {
         let stock = STOCK.lock().unwrap_or_else(PoisonError::into_inner);
         let is_short = |stock: &mut Stock| stock.reserved > 0 && stock.reserved + count > STOCKED;
@@ -69,7 +70,7 @@ impl Drop for Reserved {
 }
 
 impl ThreadStack {
-    /// One of this thread of the host that is not in use, or a new one.
+    /// A free stack of this host thread, or a new one.
     pub(crate) fn take() -> Self {
         IDLE.with_borrow_mut(Vec::pop).unwrap_or_else(|| Self::new(false))
     }

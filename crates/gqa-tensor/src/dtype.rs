@@ -1,4 +1,4 @@
-//! Element types, and what a tensor is apart from its data.
+//! Element types, and descriptions of tensors without data.
 
 /// Element type of a [`Tensor`](crate::Tensor).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -21,8 +21,8 @@ pub enum DType {
     I8,
     /// Two 4-bit values of a quantized KV cache.
     U8,
-    /// 8-bit floating point without infinities, 4 bits of it exponent: values of a quantized KV
-    /// cache.
+    /// 8-bit floating point with a 4-bit exponent and without infinities (e4m3): values of a
+    /// quantized KV cache.
     F8E4M3,
 }
 
@@ -70,6 +70,6 @@ pub struct TensorDesc<'a> {
     pub shape: &'a [usize],
 }
 
-/// Bytes of which NaN consists in every floating-point type: what memory is filled with that a
-/// kernel must write, so that what it forgets shows.
+/// A byte that makes NaN in every floating-point type when repeated. Outputs are filled with it
+/// before a launch, so that elements a kernel does not write are found.
 pub const POISON: u8 = 0xff;

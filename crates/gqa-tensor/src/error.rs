@@ -1,4 +1,4 @@
-//! The one error type of all crates: it names the argument, what was got and what is allowed.
+//! The error type of all crates: it names the argument, the value and the allowed values.
 
 /// `Result` with this crate's [`Error`].
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -7,7 +7,7 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// An attribute or input has a value, type or shape the operator does not take.
+    /// An attribute or input has an unsupported value, type or shape.
     #[error("{argument}: got {got}; allowed: {allowed}")]
     Invalid {
         /// ONNX name of the attribute or input.
@@ -17,18 +17,18 @@ pub enum Error {
         /// What the operator takes.
         allowed: String,
     },
-    /// No kernel takes the problem on that device with these options.
+    /// No kernel supports the problem on that device with these options.
     #[error("no kernel takes this call: {0}")]
     NoKernel(String),
-    /// A tensor that is to be made does not fit in memory.
+    /// A new tensor does not fit in memory.
     #[error("{argument}: got {bytes} bytes; allowed: what fits in memory")]
     OutOfMemory {
-        /// ONNX name of the tensor, or what it is made for.
+        /// ONNX name of the tensor, or its purpose.
         argument: &'static str,
         /// Its size.
         bytes: usize,
     },
-    /// An environment switch has a value that it does not take.
+    /// An environment variable has an invalid value.
     #[error("environment variable {name}: got {got:?}; allowed: {allowed}")]
     Switch {
         /// The variable that was set.
@@ -38,8 +38,7 @@ pub enum Error {
         /// What it takes.
         allowed: &'static str,
     },
-    /// What computes the call failed: a GPU's driver, or the simulated machine. Its error is the
-    /// [cause](Error::cause).
+    /// The GPU's driver or the simulated machine failed. Its error is the [cause](Error::cause).
     #[error(transparent)]
     Machine(Box<dyn std::error::Error + Send + Sync>),
 }
@@ -55,7 +54,7 @@ impl Error {
         Self::Machine(Box::new(cause))
     }
 
-    /// What failed, where that is an error of type `E` of a machine.
+    /// The machine's error, if it has type `E`.
     pub fn cause<E: std::error::Error + 'static>(&self) -> Option<&E> {
         match self {
             Self::Machine(cause) => cause.downcast_ref(),

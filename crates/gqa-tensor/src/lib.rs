@@ -1,5 +1,5 @@
-//! Tensors in host memory: element types, owned arrays, views of a caller's memory; and the error
-//! type of all crates above.
+//! Tensors in host memory: element types, owned arrays, borrowed views; and the error type of all
+//! crates above.
 
 #![warn(clippy::missing_errors_doc)]
 
@@ -8,7 +8,7 @@ mod error;
 mod tensor;
 mod view;
 
-/// Arrays become [`Tensor`]s, so that a program needs no version of its own of this crate.
+/// Re-exported because arrays become [`Tensor`]s, so that programs use the same version.
 pub use ndarray;
 
 pub use dtype::{DType, POISON, TensorDesc};

@@ -8,8 +8,8 @@ use half::{bf16, f16};
 use ndarray::{ArrayD, ArrayViewMutD, IxDyn};
 use std::ops::Deref;
 
-/// An array whose elements are one slice in row-major order. Made of any array by `from`, which
-/// copies only where the order is another; read as the array that it holds.
+/// An array whose elements are one slice in row-major order. `from` converts any array, and copies
+/// only if its order differs.
 ///
 /// ```
 /// use gqa_tensor::RowMajor;
@@ -30,7 +30,7 @@ impl<T> RowMajor<T> {
         self.0.as_slice_mut().expect("row-major since it was made")
     }
 
-    /// The array, whose elements may be written but not reordered.
+    /// The array; elements are writable, and their order is fixed.
     pub fn view_mut(&mut self) -> ArrayViewMutD<'_, T> {
         self.0.view_mut()
     }
@@ -50,7 +50,7 @@ impl<T> Deref for RowMajor<T> {
 }
 
 impl<T: Clone, D: ndarray::Dimension> From<ndarray::Array<T, D>> for RowMajor<T> {
-    /// Copies only where the array is not in row-major order.
+    /// Copies only if the array is not in row-major order.
     fn from(array: ndarray::Array<T, D>) -> Self {
         let array = array.into_dyn();
         match array.is_standard_layout() {
@@ -62,7 +62,7 @@ impl<T: Clone, D: ndarray::Dimension> From<ndarray::Array<T, D>> for RowMajor<T>
 
 /// An owned tensor in host memory, row-major and contiguous.
 ///
-/// `Tensor::from` makes one of an `ndarray` array of any element type that there is.
+/// `Tensor::from` converts an `ndarray` array of any supported element type.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Tensor {
     /// float32
@@ -146,17 +146,17 @@ impl Tensor {
     ///
     /// # Panics
     ///
-    /// Where memory has no room for it; [`try_zeros`](Self::try_zeros) gives an error instead.
+    /// Where memory does not suffice; [`try_zeros`](Self::try_zeros) returns an error instead.
     pub fn zeros(dtype: DType, shape: &[usize]) -> Self {
         Self::try_zeros("shape", dtype, shape).unwrap_or_else(|error| panic!("{error}"))
     }
 
-    /// A tensor of zeros that is named `argument`.
+    /// A tensor of zeros; errors name it `argument`.
     ///
     /// # Errors
     ///
-    /// [`Error::OutOfMemory`] where there is no room for it; [`Error::Invalid`] where no memory
-    /// has.
+    /// [`Error::OutOfMemory`] where memory does not suffice; [`Error::Invalid`] where no memory
+    /// could.
     pub fn try_zeros(argument: &'static str, dtype: DType, shape: &[usize]) -> Result<Self> {
         let count = count(argument, dtype, shape)?;
         let bytes = count * dtype.size();
@@ -180,7 +180,8 @@ impl Tensor {
     ///
     /// # Errors
     ///
-    /// Where `dtype` is no floating-point type, or `values` are not as many as `shape` says.
+    /// Where `dtype` is not a floating-point type, or the number of `values` does not match
+    /// `shape`.
     pub fn from_f32(dtype: DType, shape: &[usize], values: &[f32]) -> Result<Self> {
         let array = ArrayD::from_shape_vec(IxDyn(shape), values.to_vec()).map_err(|_| {
             let allowed = format!("as many as a tensor of shape {shape:?} has");
@@ -209,18 +210,18 @@ impl Tensor {
         self.view().bytes()
     }
 
-    /// The elements' bytes in row-major order, to be written.
+    /// The elements' bytes in row-major order, mutable.
     ///
     /// # Errors
     ///
-    /// For a bool tensor, which not all bytes make; [`with_bytes_mut`](Self::with_bytes_mut) takes
-    /// that.
+    /// For a bool tensor, for which not every byte is valid;
+    /// [`with_bytes_mut`](Self::with_bytes_mut) takes that.
     pub fn bytes_mut(&mut self) -> Result<&mut [u8]> {
         self.view_mut().into_bytes()
     }
 
-    /// Has `write` write the elements' bytes in row-major order. Of a bool tensor it gets a copy,
-    /// of which every byte that is not 0 becomes true.
+    /// Lets `write` write the elements' bytes in row-major order. For a bool tensor it writes to a
+    /// copy, in which every nonzero byte becomes true.
     pub fn with_bytes_mut<R>(&mut self, write: impl FnOnce(&mut [u8]) -> R) -> R {
         if let Self::Bool(flags) = self {
             let mut bytes = bytemuck::cast_slice(flags.as_slice()).to_vec();
@@ -232,8 +233,8 @@ impl Tensor {
     }
 }
 
-/// Number of elements of a tensor named `argument`; errs where no memory has room for them.
-/// Dimensions of 0 do not excuse absurd others: strides are products of these.
+/// Number of elements of the tensor `argument`; errs where no memory could hold them. A dimension
+/// of 0 does not excuse others that overflow: strides are products of them.
 fn count(argument: &'static str, dtype: DType, shape: &[usize]) -> Result<usize> {
     let bytes =
         shape.iter().filter(|&&n| n > 0).try_fold(dtype.size(), |all, &n| all.checked_mul(n));
@@ -268,7 +269,7 @@ macro_rules! from_array {
         }
 
         impl<D: ndarray::Dimension> From<ndarray::Array<$t, D>> for Tensor {
-            /// Copies only where the array is not in row-major order.
+            /// Copies only if the array is not in row-major order.
             fn from(array: ndarray::Array<$t, D>) -> Self {
                 Self::$variant(array.into())
             }
@@ -308,7 +309,7 @@ mod tests {
         assert_eq!(Tensor::from(columns).bytes().len(), 16);
     }
 
-    /// Inside a variant, too: nothing else than a row-major array fits there.
+    /// The variant's type guarantees a row-major array.
     #[test]
     fn a_variant_holds_its_elements_in_order() {
         let mut tensor = Tensor::F32(array![[1.0, 2.0], [3.0, 4.0]].reversed_axes().into());

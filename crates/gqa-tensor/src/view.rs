@@ -1,4 +1,4 @@
-//! Tensors in memory of the caller's: slices of one of the element types.
+//! Borrowed tensors: slices of one of the element types.
 
 use crate::dtype::DType;
 use crate::error::{Error, Result};
@@ -9,8 +9,8 @@ use half::{bf16, f16};
 /// One row per element type: its variant, and the type.
 macro_rules! views {
     ($($(#[$doc:meta])* $variant:ident($t:ty);)*) => {
-        /// The elements of a tensor, to be read. A tensor of the problem's type that has as many as
-        /// the problem says, or, where the problem says strides, as these reach.
+        /// The elements of an input tensor, of the problem's type. Their number is the tensor's, or
+        /// as many as its strides reach if the problem has strides.
         ///
         /// ```
         /// use gqa_tensor::{DType, TensorView};
@@ -151,11 +151,11 @@ impl<'a> TensorViewMut<'a> {
         self.view().dtype()
     }
 
-    /// The elements' bytes, to be written.
+    /// The elements' bytes, mutable.
     ///
     /// # Errors
     ///
-    /// For bools, which not all bytes make.
+    /// For bools, for which not every byte is valid.
     pub fn into_bytes(self) -> Result<&'a mut [u8]> {
         match self {
             Self::F32(a) => Ok(bytemuck::cast_slice_mut(a)),
@@ -164,9 +164,11 @@ impl<'a> TensorViewMut<'a> {
             Self::I32(a) => Ok(bytemuck::cast_slice_mut(a)),
             Self::I64(a) => Ok(bytemuck::cast_slice_mut(a)),
             Self::F64(a) => Ok(bytemuck::cast_slice_mut(a)),
-            Self::Bool(_) => {
-                Err(Error::invalid("tensor", DType::Bool, "an element type that all bytes make"))
-            }
+            Self::Bool(_) => Err(Error::invalid(
+                "tensor",
+                DType::Bool,
+                "an element type for which every byte is valid",
+            )),
             Self::I8(a) => Ok(bytemuck::cast_slice_mut(a)),
             Self::U8(a) => Ok(a),
             Self::F8E4M3(a) => Ok(bytemuck::cast_slice_mut(a)),
@@ -174,7 +176,7 @@ impl<'a> TensorViewMut<'a> {
     }
 }
 
-/// A KV cache: one that a call appends to, or one that has all its tokens already.
+/// A KV cache: the call appends to it, or it already holds all tokens.
 #[derive(Debug)]
 pub enum CacheView<'a> {
     /// Read and written.
@@ -203,17 +205,17 @@ impl CacheView<'_> {
         }
     }
 
-    /// The elements of the tensor `name`, to be written.
+    /// The elements of the tensor `name`, mutable.
     ///
     /// # Errors
     ///
-    /// Where they are there to be read only.
+    /// Where the view is read-only.
     pub fn appended(&mut self, name: &'static str) -> Result<TensorViewMut<'_>> {
         match self {
             Self::Appended(elements) => Ok(elements.reborrow()),
             Self::Read(_) => {
-                let allowed = "one to be written, as the call appends to it";
-                Err(Error::invalid(name, "a tensor to be read", allowed))
+                let allowed = "a mutable one, as the call appends to it";
+                Err(Error::invalid(name, "a read-only tensor", allowed))
             }
         }
     }

@@ -8,7 +8,7 @@ use proptest::test_runner::{Config, RngSeed, TestRunner};
 use rand::rngs::SmallRng;
 use rand::{RngExt, SeedableRng};
 
-/// Where everything random of a call comes from.
+/// The random source of a call.
 pub struct Draw(SmallRng);
 
 /// Element types.
@@ -67,8 +67,8 @@ impl Draw {
         strategy.new_tree(&mut TestRunner::new(config)).expect("few are filtered").current()
     }
 
-    /// What somebody may take for a dimension of `n`: a number beside it, a small one, or one at
-    /// which a count overflows.
+    /// A wrong dimension for `n`: a number next to it, a small one, or one at which a count
+    /// overflows.
     pub fn size(&mut self, n: usize) -> usize {
         match self.below(8) {
             0 => n.wrapping_add(1),

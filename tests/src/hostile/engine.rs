@@ -134,7 +134,7 @@ const NUMBERS: [&str; 20] = [
     "most_tokens",
 ];
 
-/// Tensors of a paged call that its plan knows by other names, or not at all.
+/// Tensors of a paged call that its plan names differently, or lacks.
 const PAGED_TENSORS: [&str; 3] = ["key_cache", "value_cache", "past_seqlens"];
 
 impl Scenario for Planned {

@@ -15,14 +15,14 @@ pub struct Machine {
     options: PlanOptions,
     strided: Strided,
     total_len: usize,
-    /// The simulator takes a thousand times as long as the others.
+    /// The simulator is a thousand times slower than the other back ends.
     simulates: bool,
     seed: u64,
 }
 
 /// One call in so many runs on the simulator.
 const SIMULATED: usize = 50;
-/// The most pairs of a query row and a key there.
+/// The most pairs of a query row and a key on the simulator.
 const MOST_PAIRS: usize = 1 << 12;
 
 impl Machine {
@@ -46,7 +46,7 @@ impl Machine {
         }
     }
 
-    /// Plans the problem and those that follow from it, and says all that can be said of them.
+    /// Plans the problem and problems derived from it, and calls every method of the plans.
     pub fn plans(&self, problem: &Problem, report: &mut Report) {
         self.plan(problem, report);
         self.plan(&problem.appended(), report);

@@ -1,7 +1,7 @@
-//! Calls as careless and hostile callers make them: legal ones, most often with one or two things
-//! spoilt, on every part of the public API that needs no GPU. Whatever is given, the answer is a
-//! result or an error that names the argument: no panic, no abort, no overflow, no memory by a size
-//! that somebody merely said, and no kernel that does what hardware leaves undefined.
+//! Calls by careless and hostile callers: legal ones, most often with one or two mistakes, on every
+//! part of the public API that needs no GPU. The answer is always a result or an error that names
+//! the argument: no panic, no abort, no overflow, no allocation by an unchecked size, and no
+//! undefined behaviour of a kernel.
 
 mod draw;
 mod engine;
@@ -21,7 +21,7 @@ use std::time::{Duration, Instant};
 
 /// So many failures tell enough.
 const MOST_FAILURES: usize = 8;
-/// A call that takes longer has a loop as long as some number that was given.
+/// A longer call has a loop that depends on an unchecked number.
 const LONGEST: Duration = Duration::from_secs(20);
 
 /// Makes `calls` calls, of which a part is made without `PARITY_FULL`; as many as `PARITY_CASES`
@@ -58,7 +58,7 @@ pub fn hostile(name: &str, calls: u32) {
 
 /// One way to call the library.
 trait Scenario: fmt::Debug {
-    /// Makes the call, and notes what came of each of its steps.
+    /// Makes the call, and records the result of each of its steps.
     fn make(&self, report: &mut Report);
 }
 
@@ -83,7 +83,7 @@ struct Report {
     outcomes: BTreeMap<(String, &'static str), u32>,
     /// The longest call and its seed.
     slowest: (Duration, u64),
-    /// The first failures, each with what repeats it.
+    /// The first failures, each with the seed that repeats it.
     failures: Vec<String>,
     /// What errors of this call may name.
     names: Vec<&'static str>,
@@ -118,12 +118,12 @@ impl Report {
         }
     }
 
-    /// From here on errors name one of these arguments.
+    /// From now on errors must name one of these arguments.
     fn expect(&mut self, attributes: &'static str, inputs: impl Iterator<Item = &'static str>) {
         self.names = ALWAYS.split(' ').chain(attributes.split(' ')).chain(inputs).collect();
     }
 
-    /// Notes how a step ended, and gives its result.
+    /// Records how a step ended, and returns its result.
     fn note<T>(&mut self, step: impl Into<String>, result: Result<T>) -> Option<T> {
         let step = step.into();
         let outcome = match &result {
@@ -133,7 +133,7 @@ impl Report {
                     |one: &str| self.names.iter().any(|name| name.eq_ignore_ascii_case(one));
                 let is_known = argument.split(", ").all(knows);
                 if !is_known || got.is_empty() || allowed.is_empty() {
-                    self.fault(format!("{step}: an error that tells nobody: {error}"));
+                    self.fault(format!("{step}: an error that names no argument: {error}"));
                 }
                 "refused"
             }

@@ -1,4 +1,4 @@
-//! The inputs of a call by their names, to be spoilt.
+//! The inputs of a call by name, to be damaged.
 
 use super::draw::{Draw, TYPES};
 use gqa_host::{DType, Tensor, TensorDesc};
@@ -12,10 +12,10 @@ pub struct Named<T>(pub Vec<(&'static str, Option<T>)>);
 /// An input's type and shape.
 pub type Desc = (DType, Vec<usize>);
 
-/// A tensor that is spoilt has no more elements than that.
+/// The most elements of a damaged tensor.
 const MOST_ELEMENTS: usize = 1 << 16;
 
-/// Stands for inputs that must be there and are not.
+/// Stands for missing required inputs.
 static NOTHING: LazyLock<Tensor> = LazyLock::new(|| Tensor::zeros(DType::F32, &[0]));
 
 impl<T> Named<T> {
@@ -125,12 +125,12 @@ fn desc(tensor: &Tensor) -> Desc {
     (tensor.dtype(), tensor.shape().to_vec())
 }
 
-/// The tensor with another type or shape, and the same elements where there are as many.
+/// The tensor with another type or shape, and the same elements as far as possible.
 fn with_other_desc(tensor: &Tensor, draw: &mut Draw) -> Tensor {
     let (dtype, mut shape) = desc(tensor).spoilt(draw);
     let elements = shape.iter().try_fold(1usize, |all, &n| all.checked_mul(n));
     if elements.is_none_or(|n| n > MOST_ELEMENTS) {
-        // Without elements it takes no memory, however large a dimension is.
+        // A tensor without elements takes no memory, however large a dimension is.
         let at = draw.below(shape.len());
         shape[at] = 0;
     }
@@ -141,7 +141,7 @@ fn with_other_desc(tensor: &Tensor, draw: &mut Draw) -> Tensor {
     made
 }
 
-/// The tensor made of an array in another order.
+/// The tensor from an array in another memory order.
 fn turned(tensor: &Tensor) -> Tensor {
     match tensor.clone() {
         Tensor::F32(a) => a.into_array().reversed_axes().into(),

@@ -1,4 +1,4 @@
-//! Operators applied to tensors, or to nothing but their types and shapes.
+//! Operators applied to tensors, or to types and shapes only.
 
 use super::draw::Draw;
 use super::machine::Machine;
@@ -87,7 +87,7 @@ fn legal(draw: &mut Draw) -> (Op, Named<Tensor>) {
     (op, Named(inputs))
 }
 
-/// A call of few and small heads and rows, which may have a quantized cache.
+/// A call with few small heads and rows, and possibly a quantized cache.
 fn small(draw: &mut Draw) -> Case {
     let sizes = sample::select(vec![8usize, 16, 16, 24, 32, 64]);
     let case = draw.any(case(any_dtype(), sizes.boxed(), 6));
@@ -236,7 +236,7 @@ fn spoil<T: Spoil>(op: Op, inputs: &mut Named<T>, draw: &mut Draw) -> Op {
     })
 }
 
-/// A struct of inputs, each filled by the one of its name.
+/// A struct of inputs, each filled by name.
 macro_rules! filled {
     ($made:ident of $from:expr, need $($need:ident)*, may $($may:ident)*, $($rest:tt)*) => {
         $made {
@@ -247,7 +247,7 @@ macro_rules! filled {
     };
 }
 
-/// Whether scales have the cache's dimensions but the last.
+/// Whether scales have the cache's dimensions except the last.
 fn has_scales_of_rows(inputs: &Named<Tensor>) -> bool {
     inputs.get("k_scale").is_some_and(|scales| scales.shape().len() == 3)
 }
@@ -380,7 +380,7 @@ impl Scenario for Applied {
     }
 }
 
-/// An operator of which there are only types and shapes, which may be as large as numbers are.
+/// An operator with types and shapes only, of any size.
 #[derive(Debug)]
 pub struct Described {
     op: Op,
@@ -395,7 +395,7 @@ impl Described {
         let (op, given) = legal(draw);
         let [mut total, query_rows, keys] = [6, 4, 8].map(|n| draw.below(n));
         let mut inputs = given.descs();
-        // One number becomes another one wherever it is a dimension, so that shapes go on to agree.
+        // Replaces a number wherever it is a dimension, so that shapes stay consistent.
         let dims: Vec<usize> = inputs.dims().map(|n| *n).collect();
         if !dims.is_empty() && draw.flag() {
             let old = draw.of(&dims);
@@ -452,8 +452,8 @@ impl Scenario for Described {
     }
 }
 
-/// A back end that computes a problem on tensors of which some are another call's, and a plan of a
-/// device on another one, with lengths and positions that nobody looks at before kernels do.
+/// A back end that runs a problem with some tensors of another call, and a plan on another device,
+/// without a check of lengths and positions before kernels use them.
 #[derive(Debug)]
 pub struct Confused {
     calls: [Applied; 2],

@@ -1,4 +1,4 @@
-//! Parts of the API by themselves: files, tensors, devices, options.
+//! Single parts of the API: files, tensors, devices, options.
 
 use super::draw::{Draw, TYPES};
 use super::{Report, Scenario};
@@ -8,7 +8,7 @@ use gqa_onnx::{Model, decode_tensor, encode_tensor};
 use ndarray::{ArrayD, Axis, IxDyn};
 use std::sync::LazyLock;
 
-/// Bytes of a tensor's or a model's file, damaged.
+/// Damaged bytes of a tensor's or a model's file.
 #[derive(Debug)]
 pub struct Bytes {
     bytes: Vec<u8>,
@@ -82,7 +82,7 @@ impl Made {
         }
     }
 
-    /// A tensor of an array in any order has the elements in theirs.
+    /// A tensor from an array in any memory order has its elements in row-major order.
     fn array(&self, report: &mut Report) {
         let dims: Vec<usize> = self.shape.iter().map(|n| n % 4).collect();
         let mut next = i32::from(self.byte);

@@ -7,9 +7,9 @@ use gqa_host::plan::{DeviceInfo, PlanOptions, TensorId, plan};
 use gqa_host::{Problem, Result};
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// Captures the first problem it is given, for sequences as long as the cache; replays it for that
-/// and for all that follow, which must be later steps of the same sequences. The cache is uploaded
-/// before the first replay only.
+/// Captures the first problem, for sequences as long as the cache; replays it for that and for all
+/// that follow, which must be later steps of the same sequences. The cache is uploaded before the
+/// first replay only.
 pub struct Replay {
     device: Device,
     stream: Stream,
@@ -89,7 +89,7 @@ pub struct AsGraph {
 }
 
 impl AsGraph {
-    /// Graphs made in that way, of plans for that device.
+    /// Such graphs, for plans of that device.
     pub fn on(device: &Device, info: DeviceInfo, made: Made) -> Self {
         let stream = Stream::new(device).expect("a stream");
         Self { device: device.clone(), stream, info, made }

@@ -4,24 +4,24 @@ use gqa_cpu::{Rows, Softmax, Starts, StoredRows, StoredTile, Tile};
 use half::bf16;
 use std::ops::Range;
 
-/// Queries, keys and values; each row sees one key less at the end than the one before and, of the
-/// first 21, one more at the front.
+/// Queries, keys and values; each row attends to one key less at the end than the one before, and
+/// the first 21 rows to one more at the front.
 pub struct MadeUp {
     pub scale: f32,
     pub softcap: f32,
     pub has_bias: bool,
     pub count: usize,
     pub sizes: [usize; 2],
-    /// Whether all numbers are such as bfloat16 has, and the cache is of that type.
+    /// Whether all values are representable in bfloat16, and the cache has that type.
     pub stored: bool,
     pub cache: [Vec<bf16>; 2],
     pub keys: usize,
-    /// What rows do besides, whenever they are asked for something.
+    /// Called whenever rows are read, to test callbacks.
     pub meanwhile: fn(),
 }
 
 impl MadeUp {
-    /// So many rows, keys and numbers of a key and of a value.
+    /// Numbers of rows, keys, and elements of a key and of a value.
     pub fn new(count: usize, keys: usize, sizes: [usize; 2]) -> Self {
         let numbers = |size: usize| (0..keys * size).map(move |i| Self::number(i, size));
         let cache = sizes.map(|size| numbers(size).map(bf16::from_f32).collect());
@@ -48,7 +48,8 @@ impl MadeUp {
         ((i * 7919 + seed) * 104_729 % 10_007) as f32 / 5003.5 - 1.0
     }
 
-    /// What all keys give a row: maximum, sum and weighted values, one number after the other.
+    /// The result of a row over all keys, computed one element at a time: maximum, sum and weighted
+    /// values.
     fn wanted(&self, row: usize) -> (f64, f64, Vec<f64>) {
         let [key_size, value_size] = self.sizes;
         let mut query = vec![0.0; key_size];
@@ -74,7 +75,7 @@ impl MadeUp {
         (max, sum, output)
     }
 
-    /// Compares rows with what they should be, but for roundings of weights.
+    /// Compares rows with the expected ones, up to the rounding of P.
     #[track_caller]
     pub fn check(&self, got: &[(Softmax, Vec<f32>)], rounding: f64, name: &str) {
         let name = format!("{name}, {} rows, {:?} numbers", self.count, self.sizes);
@@ -152,7 +153,7 @@ impl Rows for MadeUp {
         let rows = |which: usize| {
             let size = self.sizes[which];
             let starts = keys.clone().map(|key| key * size);
-            // As a paged cache has them, or one that is not.
+            // Row starts of a paged cache, or of a contiguous one.
             let starts = match self.count % 2 {
                 0 => Starts::Each(starts.collect()),
                 _ => Starts::Strided { first: keys.start * size, stride: size, count: keys.len() },

@@ -1,4 +1,4 @@
-//! Contexts, and what the driver says of their GPUs.
+//! Contexts, and the driver's properties of their GPUs.
 
 use super::super::sys::{self, Ordinal, RawContext};
 use super::{Code, DriverError, Failure, call};
@@ -10,12 +10,12 @@ use std::sync::OnceLock;
 pub(in super::super) struct Context {
     device: Ordinal,
     raw: RawContext,
-    /// Set where it is the GPU's primary context and is kept alive here; otherwise someone else
-    /// keeps it alive.
+    /// Set for the GPU's primary context, which this value retains; otherwise its owner keeps it
+    /// alive.
     retained: OnceLock<Retained>,
 }
 
-/// A count of a GPU's primary context, given back when dropped.
+/// A reference to a GPU's primary context, released when dropped.
 struct Retained(Ordinal);
 
 impl Drop for Retained {
@@ -50,7 +50,7 @@ impl Context {
         Ok(Self { device, raw, retained: Retained(device).into() })
     }
 
-    /// A context that belongs to someone else.
+    /// A context of another owner.
     ///
     /// # Safety
     /// It exists, and goes on to exist as long as this value.
@@ -63,8 +63,8 @@ impl Context {
         Ok(context)
     }
 
-    /// Keeps the context alive as `other` does, which is the same context. One that is kept alive
-    /// already gives the count of `other` back.
+    /// Keeps the context alive as `other`, a value for the same context, does. Releases the
+    /// reference of `other` where this one has a reference already.
     pub(in super::super) fn keep_as(&self, other: Self) {
         if let Some(retained) = other.retained.into_inner() {
             drop(self.retained.set(retained));
@@ -122,7 +122,7 @@ impl Context {
     fn name(&self) -> Result<String, Failure> {
         let mut name = [0u8; 128];
         let (pointer, bytes) = (name.as_mut_ptr().cast::<c_char>(), name.len() as c_int);
-        // SAFETY: the driver writes at most so many bytes, a NUL among them.
+        // SAFETY: the driver writes at most this many bytes, including a NUL.
         unsafe { call!(cuDeviceGetName(pointer, bytes, self.device)) }?;
         let name = CStr::from_bytes_until_nul(&name).unwrap_or_default();
         Ok(name.to_string_lossy().into_owned())
@@ -152,7 +152,7 @@ pub(in super::super) struct Properties {
     pub(in super::super) memory_bytes: usize,
 }
 
-/// Gives the thread its previous context back when dropped.
+/// Restores the thread's previous context when dropped.
 pub(in super::super) struct Entered {
     previous: Option<RawContext>,
 }
@@ -173,7 +173,7 @@ fn current() -> Result<RawContext, Failure> {
 }
 
 fn set_current(context: RawContext) -> Result<(), Failure> {
-    // SAFETY: null, or a context that was current, is retained, or that a caller vouches for.
+    // SAFETY: null, or a context that was current, is retained, or whose caller vouches for it.
     unsafe { call!(cuCtxSetCurrent(context)) }
 }
 

@@ -28,7 +28,7 @@ pub(in super::super) unsafe fn destroy(graph: RawGraph) -> Result<(), Failure> {
 ///
 /// # Safety
 /// Graph, function and the node ahead exist; `arguments` points at one value for each parameter
-/// of the kernel, and whoever launches the graph sets those that the kernel may be given.
+/// of the kernel, and the launcher of the graph sets valid ones.
 pub(in super::super) unsafe fn add_kernel(
     graph: RawGraph,
     after: Option<RawNode>,
@@ -59,7 +59,7 @@ pub(in super::super) unsafe fn instantiate(graph: RawGraph) -> Result<RawGraphEx
     Ok(exec)
 }
 
-/// Gives a kernel in a graph other arguments from its next launch on. The driver copies them
+/// Changes the arguments of a kernel in a graph from its next launch on. The driver copies them
 /// before this returns.
 ///
 /// # Safety

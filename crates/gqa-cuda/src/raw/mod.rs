@@ -1,8 +1,8 @@
-//! The driver's functions with Rust types and results: called nowhere else, except for a
-//! result's name and a tensor map.
+//! The driver's functions with Rust types and results. Elsewhere only a result's name and a tensor
+//! map are asked of the driver.
 //!
-//! But for what [`start`] and [`context`] do, every function needs a current context, and handles
-//! of it.
+//! Except for [`start`] and [`context`], every function needs a current context, and handles that
+//! belong to it.
 
 pub(super) mod context;
 pub(super) mod graph;
@@ -62,7 +62,7 @@ pub(super) fn report(result: Result<(), Failure>) {
     }
 }
 
-/// Finds and starts the driver; its CUDA version.
+/// Finds and initialises the driver; returns its CUDA version.
 pub(super) fn start() -> Result<CudaVersion, DriverError> {
     sys::load().map_err(|reason| DriverError::NoDriver { reason })?;
     let mut version: c_int = 0;

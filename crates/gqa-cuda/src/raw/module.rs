@@ -56,11 +56,11 @@ pub(in super::super) unsafe fn unload(module: RawModule) -> Result<(), Failure> 
     unsafe { call!(cuModuleUnload(module)) }
 }
 
-/// Largest cluster that every GPU with clusters runs; a kernel must be allowed larger ones.
+/// The largest cluster that every GPU with clusters runs; a larger one needs an attribute.
 const PORTABLE_CLUSTER: u32 = 8;
 
 /// A kernel of a module, allowed `shared_bytes` bytes of dynamic shared memory and clusters of
-/// `cluster` blocks.
+/// `cluster` CTAs.
 ///
 /// # Safety
 /// `module` exists.
@@ -92,11 +92,11 @@ pub(in super::super) struct Shape {
     pub(in super::super) grid: [u32; 3],
     pub(in super::super) threads: u32,
     pub(in super::super) shared_bytes: u32,
-    /// Blocks of a cluster; 0: launched without any.
+    /// CTAs of a cluster; 0 launches without clusters.
     pub(in super::super) cluster: u32,
     /// It may start before the kernel ahead has ended (programmatic dependent launch).
     pub(in super::super) programmatic: bool,
-    /// As a node of a graph it has the greatest priority.
+    /// As a node of a graph, the kernel has the greatest priority.
     pub(in super::super) urgent: bool,
 }
 
@@ -110,7 +110,7 @@ impl Shape {
         (self.cluster > 0).then(attribute)
     }
 
-    /// The attributes of a launch into a stream, and how many they are.
+    /// The attributes of a launch into a stream, and their number.
     fn launch_attributes(&self) -> ([LaunchAttribute; 2], c_uint) {
         let serialization = LaunchAttribute::new(PROGRAMMATIC_STREAM_SERIALIZATION, [1, 0, 0]);
         match (self.cluster(), self.programmatic) {

@@ -13,7 +13,7 @@ pub(in super::super) fn create() -> Result<RawStream, Failure> {
     create_with_priority(0)
 }
 
-/// The same of the greatest priority: its blocks are scheduled before those of other streams.
+/// A stream of the greatest priority: its CTAs are scheduled before those of other streams.
 pub(in super::super) fn create_urgent() -> Result<RawStream, Failure> {
     create_with_priority(greatest_priority()?)
 }
@@ -50,7 +50,7 @@ pub(in super::super) unsafe fn synchronize(stream: RawStream) -> Result<(), Fail
     unsafe { call!(cuStreamSynchronize(stream)) }
 }
 
-/// Whether it is the handle of the default stream that every thread has of its own.
+/// Whether this is the handle of the per-thread default stream.
 pub(in super::super) fn is_per_thread(stream: RawStream) -> bool {
     const PER_THREAD: usize = 2;
     stream as usize == PER_THREAD
@@ -74,7 +74,7 @@ fn create_event_with(flags: c_uint) -> Result<RawEvent, Failure> {
     Ok(event)
 }
 
-/// Lets the next work of `stream` wait for what the event was recorded behind.
+/// Makes the next work of `stream` wait for the event.
 ///
 /// # Safety
 /// Both exist.

@@ -1,5 +1,5 @@
-//! A CUDA driver without a GPU, for tests of what the library asks of a driver: device memory is
-//! host memory, copies are done at once, kernels do nothing, and calls are counted.
+//! A CUDA driver without a GPU, for tests of the library's driver calls: device memory is host
+//! memory, copies are done at once, kernels do nothing, and calls are counted.
 //!
 //! `tests/driver.rs` compiles it as `libcuda.so.1`. Its `fake_*` functions are for those tests.
 
@@ -32,19 +32,19 @@ struct State {
     memory: BTreeMap<u64, usize>,
     /// The stream that is captured.
     captured: Option<usize>,
-    /// Addresses and function handles of work that was put into that stream.
+    /// Addresses and function handles of the work in that stream.
     nodes: usize,
     /// Launches that were not captured, and launches of graphs.
     launched: usize,
-    /// Number of the launch that fails, counted from now; `None`: none does.
+    /// The launch that fails, counted from now; `None`: none does.
     fails: Option<usize>,
     /// Waits for a stream.
     waits: usize,
     /// Modules that were loaded.
     modules: usize,
-    /// Loads of parameters in the text of the module loaded last.
+    /// Parameter loads in the text of the module loaded last.
     parameter_loads: usize,
-    /// Texts with fewer loads of parameters are refused.
+    /// Texts with fewer parameter loads are refused.
     least_loads: usize,
 }
 
@@ -65,7 +65,7 @@ impl State {
         }
     }
 
-    /// Puts work into a stream; whether it is to be done now.
+    /// Enqueues work into a stream; returns whether to do it now.
     fn runs(&mut self, stream: Handle) -> bool {
         let captured = self.captured == Some(stream as usize);
         self.nodes += usize::from(captured);
@@ -77,8 +77,7 @@ fn state() -> MutexGuard<'static, State> {
     STATE.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
 }
 
-/// Milliseconds that the beginning of a capture takes once the stream is captured: time for
-/// another thread.
+/// Milliseconds by which the beginning of a capture is delayed: time for another thread.
 static CAPTURE_DELAY: AtomicUsize = AtomicUsize::new(0);
 /// The next handle.
 static HANDLES: AtomicUsize = AtomicUsize::new(1 << 20);
@@ -146,18 +145,18 @@ extern "C" fn fake_fail_launch(number: usize) {
     state().fails = Some(number);
 }
 
-/// Stores a result where the caller wants it.
+/// Stores a result.
 ///
 /// # Safety
-/// `to` is a place for it.
+/// `to` is valid for writes.
 unsafe fn put<T>(to: *mut T, value: T) -> Status {
     // SAFETY: the caller's.
     unsafe { to.write(value) };
     SUCCESS
 }
 
-/// Driver functions. Every one of them is given places for its results, and memory that exists,
-/// as cuda.h says.
+/// Driver functions. Callers pass valid places for results, and existing memory, as cuda.h
+/// requires.
 macro_rules! functions {
     ($($name:ident($($argument:ident: $type:ty),*) $body:block)*) => {$(
         #[unsafe(no_mangle)]

@@ -35,21 +35,21 @@ functions! {
     retained() -> usize = b"fake_retained";
     /// Uses of the primary context while nothing retains it.
     stale() -> usize = b"fake_stale";
-    /// Work in the stream that is captured now, or was last.
+    /// Work in the stream being captured, or captured last.
     nodes() -> usize = b"fake_nodes";
-    /// Launches, of kernels that were not captured and of graphs.
+    /// Launches of uncaptured kernels and of graphs.
     launched() -> usize = b"fake_launched";
     /// Waits for a stream.
     waits() -> usize = b"fake_waits";
     /// Modules that were loaded.
     modules() -> usize = b"fake_modules";
-    /// Loads of parameters in the text of the module loaded last.
+    /// Parameter loads in the text of the module loaded last.
     parameter_loads() -> usize = b"fake_parameter_loads";
-    /// Lets the assembler refuse texts with fewer loads of parameters.
+    /// Makes the assembler refuse texts with fewer parameter loads.
     refuse_fewer_loads(least: usize) = b"fake_refuse_fewer_loads";
     /// Lets a capture take so long to begin.
     delay_captures(milliseconds: usize) = b"fake_delay_captures";
-    /// Lets the launch of that number fail, counted from now.
+    /// Makes the launch of that number fail, counted from now.
     fail_launch(number: usize) = b"fake_fail_launch";
 }
 
@@ -79,8 +79,8 @@ impl Fake {
     }
 }
 
-/// Runs `body`, a closure of a test, with the fake driver and these environment variables. Where
-/// there is no rustc to compile the driver, says so and runs nothing.
+/// Runs `body`, a closure of a test, with the fake driver and these environment variables. Without
+/// a rustc to compile the driver, prints a message and runs nothing.
 pub fn with_fake_driver<F: FnOnce(&Fake)>(variables: &[(&str, &str)], body: F) {
     if std::env::var_os(INSIDE).is_some() {
         // SAFETY: the fake driver's initialisers do nothing.

@@ -1,4 +1,4 @@
-//! Problems on a GPU: host tensors are copied there and back.
+//! The GPU back end for host tensors: copies them to the GPU and back.
 
 use super::{Backend, Io, Machine};
 use gqa_cuda::{Call, Device, Stream};
@@ -26,19 +26,19 @@ impl Cuda {
         Self::on(Device::open(0)?, options)
     }
 
-    /// On a GPU that is open already.
+    /// Uses an open GPU.
     ///
     /// # Errors
     ///
-    /// The driver's, where the GPU gives no stream.
+    /// Where the driver cannot make a stream.
     pub fn on(device: Device, options: PlanOptions) -> Result<Self> {
         let stream = Stream::new(&device)?;
         let info = device.info().clone();
         Ok(Self { device, stream, options, info })
     }
 
-    /// Plans for another device, of this compute capability or an older one, with no more shared
-    /// memory, and takes the kernels that it would get.
+    /// Plans for another device, of this GPU's or an older compute capability and at most its
+    /// shared memory, with the kernels of that device.
     pub fn with_device(self, info: DeviceInfo) -> Self {
         Self { info, ..self }
     }

@@ -1,4 +1,4 @@
-//! Calls on files: every tensor as a NumPy `.npy`, to look at them elsewhere.
+//! Dumps the tensors of calls as NumPy `.npy` files.
 
 use super::{Backend, Io};
 use gqa_plan::Problem;
@@ -20,18 +20,18 @@ pub(super) fn folder() -> Result<Option<&'static Path>> {
     Ok(folder)
 }
 
-/// A back end whose calls leave a folder each in `folder`: the call in words (`call.txt`), the
-/// inputs as they were before (`query.npy`, …; a shared cache as `past_key.npy` and
-/// `past_value.npy`), and the outputs as they are after. NumPy has neither bfloat16 nor 8-bit
-/// floats: such tensors are stored as the integers of their bits, for `.view(ml_dtypes.bfloat16)`
-/// and `.view(ml_dtypes.float8_e4m3fn)`.
+/// A back end that writes a folder for each call into `folder`: a description (`call.txt`), the
+/// inputs before the call (`query.npy`, …; a shared cache as `past_key.npy` and `past_value.npy`),
+/// and the outputs after it. NumPy has neither bfloat16 nor 8-bit floats: such tensors are stored
+/// as the integers of their bits, for `.view(ml_dtypes.bfloat16)` and
+/// `.view(ml_dtypes.float8_e4m3fn)`.
 pub struct Dumped<'a> {
     backend: &'a dyn Backend,
     folder: &'a Path,
 }
 
 impl<'a> Dumped<'a> {
-    /// Calls of `backend` in `folder`, which is made if it is not there.
+    /// Dumps the calls of `backend` into `folder`, which is created if missing.
     pub fn new(backend: &'a dyn Backend, folder: &'a Path) -> Self {
         Self { backend, folder }
     }
@@ -42,7 +42,7 @@ impl Backend for Dumped<'_> {
         self.backend.name()
     }
 
-    /// Errs, too, where the folder cannot be written.
+    /// Also errs where the folder cannot be written.
     fn run(&self, problem: &Problem, io: &mut Io<'_>) -> Result<()> {
         static CALLS: AtomicUsize = AtomicUsize::new(0);
         let number = CALLS.fetch_add(1, Ordering::Relaxed);
@@ -83,8 +83,8 @@ impl Folder {
     }
 }
 
-/// Version 1.0 of the format: magic, version, length of the header, the header padded to 64 bytes,
-/// the elements.
+/// Format version 1.0: magic, version, length of the header, the header padded to 64 bytes, the
+/// elements.
 fn write_npy(path: &Path, tensor: &Tensor) -> std::io::Result<()> {
     let descr = match tensor.dtype() {
         DType::F32 => "<f4",

@@ -1,4 +1,4 @@
-//! A call's tensors by their role, and whether they are those of a problem.
+//! A call's tensors by their role, and checks against a problem.
 
 use super::{Io, IoViews};
 use gqa_plan::Problem;
@@ -12,7 +12,7 @@ impl<'a> Io<'a> {
         self.inputs.input(id)
     }
 
-    /// The input in that role, which the call cannot do without.
+    /// The required input in that role.
     pub(crate) fn need(&self, id: TensorId) -> Result<&'a Tensor> {
         self.inputs.need(id)
     }
@@ -49,15 +49,15 @@ impl<'a> Io<'a> {
         }
     }
 
-    /// Errs unless the tensors are those of `problem`, and lengths, positions and blocks lead into
-    /// the tensors that they index. Back ends compute what passes.
+    /// Checks the tensors against `problem`, and that lengths, positions and block tables stay
+    /// within the tensors that they index. Back ends compute calls that pass.
     pub(crate) fn check(&self, problem: &Problem) -> Result<()> {
         self.check_tensors(problem)?;
         contents::check(problem, &self.inputs.views())
     }
 
-    /// Errs unless all tensors of `problem` are there, with its types and as many elements as it
-    /// says.
+    /// Checks that all tensors of `problem` are present, with the right types and numbers of
+    /// elements.
     pub(crate) fn check_tensors(&self, problem: &Problem) -> Result<()> {
         TensorId::ALL.into_iter().try_for_each(|id| {
             let tensor = if id.is_output() { self.output(id) } else { self.input(id) };
@@ -93,7 +93,7 @@ impl<'a> IoViews<'a> {
         self.inputs.input(id)
     }
 
-    /// The input in that role, which the call cannot do without.
+    /// The required input in that role.
     pub(crate) fn need(&self, id: TensorId) -> Result<TensorView<'a>> {
         self.inputs.need(id)
     }
@@ -117,7 +117,7 @@ impl<'a> IoViews<'a> {
         self.row_scales.as_ref().map(|scales| scales[number].view())
     }
 
-    /// As [`Io::check`]; tensors with strides have as many elements as these reach.
+    /// As [`Io::check`]; a strided tensor must have all elements that its strides reach.
     pub(crate) fn check(&self, problem: &Problem) -> Result<()> {
         TensorId::ALL.into_iter().try_for_each(|id| {
             let view = if id.is_output() { self.output(id) } else { self.input(id) };
@@ -138,14 +138,13 @@ struct Got<'a> {
     shape: Option<&'a [usize]>,
 }
 
-/// Whether so many elements are those of the tensor, or reach as far as its strides do.
+/// Whether the number of elements is the tensor's, or as large as its strides reach.
 fn has_elements(p: &Problem, id: TensorId, spec: &TensorSpec, len: usize) -> bool {
     let Some(strides) = spec.strides else { return len == spec.len() };
     strides.extent(id.row_dims(p)).is_some_and(|extent| len >= extent)
 }
 
-/// Errs unless there is what the problem has in that role: a tensor of its type and of elements
-/// that suffice. One without elements is not looked at.
+/// Checks a tensor's presence, type and number of elements. One without elements is optional.
 fn check_tensor(
     id: TensorId,
     spec: Option<TensorSpec>,

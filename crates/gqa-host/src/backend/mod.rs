@@ -37,8 +37,8 @@ pub struct Io<'a> {
     pub lse: Option<&'a mut Tensor>,
 }
 
-/// The tensors of one call as [`Io`] has them, in memory of the caller's: what [`cpu::Cpu::run_on`]
-/// takes.
+/// The tensors of one call, as in [`Io`], borrowed from the caller: the arguments of
+/// [`cpu::Cpu::run_on`].
 pub struct IoViews<'a> {
     /// What the call reads, by role.
     pub inputs: Tensors<TensorView<'a>>,
@@ -65,31 +65,32 @@ pub trait Backend: Send + Sync {
     ///
     /// # Errors
     ///
-    /// Unless the tensors are those of the problem, and lengths, positions and blocks in them lead
-    /// into these; where no kernel takes the problem, memory is too small, or the GPU fails.
+    /// Where tensors do not match the problem, where lengths, positions or block tables lead
+    /// outside of the tensors that they index, where no kernel supports the problem, where memory
+    /// is too small, and where the GPU fails.
     fn run(&self, problem: &Problem, io: &mut Io<'_>) -> Result<()>;
 }
 
-/// A GPU, real or simulated: what runs plans. Code over machines is tried on the simulated one
-/// where there is no other.
+/// A GPU, real or simulated, that runs plans. Code written against this trait can be tested on the
+/// simulated one.
 #[cfg(any(feature = "cuda", feature = "sim"))]
 pub trait Machine: Backend {
     /// The device that its plans are made for.
     fn target(&self) -> &gqa_plan::plan::DeviceInfo;
 
-    /// Runs a plan on host tensors. What is in these is not looked at: kernels keep within them
-    /// whatever lengths, positions and blocks there are.
+    /// Runs a plan on host tensors, without a check of their contents: kernels stay within the
+    /// tensors for any lengths, positions and block tables.
     ///
     /// # Errors
     ///
-    /// Unless the tensors are those of the plan's problem; where the plan is for a newer device,
-    /// memory is too small, the GPU fails, or the simulator catches a kernel doing what hardware
-    /// leaves undefined.
+    /// Where tensors do not match the plan's problem, where the plan is for a newer device, where
+    /// memory is too small, where the GPU fails, or where the simulator finds undefined behaviour
+    /// of a kernel.
     fn execute(&self, plan: &gqa_plan::plan::Plan, io: &mut Io<'_>) -> Result<()>;
 }
 
-/// Runs `problem` on `backend`, as every operator of [`op`](crate::op) does: with a log line, and
-/// with the tensors in the folder that `GQA_DUMP` names, if it names one.
+/// Runs `problem` on `backend`, as every operator of [`op`](crate::op) does: writes a log line, and
+/// dumps the tensors if `GQA_DUMP` names a folder.
 pub(crate) fn run(backend: &dyn Backend, problem: &Problem, io: &mut Io<'_>) -> Result<()> {
     tracing::debug!(backend = backend.name(), call = %problem, "run");
     match dump::folder()? {

@@ -1,4 +1,4 @@
-//! Problems on the simulated GPU: the same launches as on a real one, with host memory bound.
+//! The simulated GPU: the same launches as on a real one, with host memory.
 
 use super::cpu::{Executor, Rayon};
 use super::{Backend, Io, Machine, strided};
@@ -10,8 +10,8 @@ use gqa_tensor::{Error, Result, Tensor};
 use std::cell::Cell;
 use std::ops::Range;
 
-/// A simulated GPU. Workspace and outputs are filled with NaN first, so that what a kernel reads
-/// too early or forgets to write shows.
+/// A simulated GPU. Workspace and outputs are filled with NaN first, so that a read of unwritten
+/// memory, or a missing write, shows in the result.
 #[derive(Clone, Debug)]
 pub struct Sim {
     device: DeviceInfo,
@@ -37,7 +37,7 @@ impl Sim {
         Self { options, ..self }
     }
 
-    /// Threads take turns in an order that depends on `seed`; the result must not.
+    /// `seed` determines the order in which threads run; results must not depend on it.
     pub fn with_seed(self, seed: u64) -> Self {
         Self { seed, ..self }
     }
@@ -74,7 +74,8 @@ impl Sim {
             seed: self.seed,
             cluster,
             communicates: entry.communicates,
-            // One that overlaps the launch ahead waits in the end, for what runs behind it here.
+            // A launch that overlaps the one ahead waits for it at the end; here that one runs
+            // later.
             programmatic: programmatic && !launch.overlaps(),
         };
         let by = |count, part: &(dyn Fn(usize) + Sync)| Rayon.for_each(count, part);
@@ -124,8 +125,8 @@ impl Backend for Sim {
     }
 }
 
-/// The order of the launches: those that nobody behind them waits for come last, and those that
-/// overlap the one ahead come before it, so that none finds done what it must not rely on.
+/// The order in which launches run here: concurrent launches last, and overlapping launches before
+/// the one that they overlap, so that none can rely on work that may not be done yet on a GPU.
 fn order(launches: &[Launch]) -> Vec<usize> {
     let (concurrent, others): (Vec<_>, Vec<_>) =
         (0..launches.len()).partition(|&number| launches[number].concurrent());
@@ -133,7 +134,7 @@ fn order(launches: &[Launch]) -> Vec<usize> {
     groups.flat_map(|group| group.iter().rev()).copied().chain(concurrent).collect()
 }
 
-/// Whether a launch of the plan may read that while the one ahead of it still runs.
+/// Whether a launch of the plan may read this argument while the one ahead still runs.
 fn prefetches(plan: &Plan, number: usize, arg: &Arg) -> bool {
     let ahead = &plan.launches()[..number];
     match (ahead.last(), tensor(arg)) {
@@ -160,7 +161,7 @@ fn tensor(arg: &Arg) -> Option<TensorId> {
     }
 }
 
-/// Whether two launches' arguments are memory of which one may read what the other one writes.
+/// Whether one of two launches may read memory that the other one writes.
 fn shares(one: &Arg, other: &Arg) -> bool {
     match (tensor(one), tensor(other)) {
         (Some(one), Some(other)) => one == other && one.is_output(),
@@ -172,7 +173,7 @@ fn shares(one: &Arg, other: &Arg) -> bool {
     }
 }
 
-/// The bytes of the workspace that an argument is.
+/// The workspace bytes of an argument.
 fn scratch(arg: &Arg) -> Option<Range<usize>> {
     match *arg {
         Arg::Workspace { offset, bytes } | Arg::Map(TensorMap { id: None, offset, bytes, .. }) => {
@@ -196,7 +197,7 @@ impl<'a> Memory<'a> {
         for id in TensorId::ALL.into_iter().filter(|id| !id.is_output()) {
             inputs.extend(io.input(id).map(|tensor| (id, tensor.bytes())));
         }
-        // A shared cache holds the past; everything else is only written.
+        // A shared cache holds the past; other outputs are only written.
         let outputs = io
             .outputs()
             .map(|(id, tensor)| Ok((id, cells(tensor, !(shared && id.is_present()))?)))
@@ -209,7 +210,7 @@ impl<'a> Memory<'a> {
         Self { counters: Cell::from_mut(counters).as_slice_of_cells(), ..self }
     }
 
-    /// With tensors that are not contiguous in place of those that are.
+    /// The call with strided copies of tensors that the plan expects strided.
     fn with_strided(
         mut self,
         inputs: &'a [(TensorId, Vec<u8>)],
@@ -227,7 +228,7 @@ impl<'a> Memory<'a> {
         self
     }
 
-    /// The memory behind an argument: inputs to be read only.
+    /// The memory of an argument; inputs are read-only.
     fn bind(&self, arg: Arg) -> gqa_sim::Arg<'a> {
         if let Arg::Map(map) = arg {
             return self.bind_map(map);
@@ -264,7 +265,7 @@ impl<'a> Memory<'a> {
     }
 }
 
-/// The bytes of an output, poisoned unless they hold a cache.
+/// The bytes of an output, poisoned unless it is a cache.
 fn cells(tensor: &mut Tensor, poison: bool) -> Result<&[Cell<u8>]> {
     let bytes = tensor.bytes_mut()?;
     if poison {
@@ -273,7 +274,7 @@ fn cells(tensor: &mut Tensor, poison: bool) -> Result<&[Cell<u8>]> {
     Ok(Cell::from_mut(bytes).as_slice_of_cells())
 }
 
-/// Poisoned memory of so many bytes, aligned for every type.
+/// Poisoned memory of that many bytes, aligned for every type.
 fn workspace(bytes: usize) -> Result<Vec<u128>> {
     let (mut workspace, units) = (Vec::new(), bytes.div_ceil(size_of::<u128>()));
     let reserved = workspace.try_reserve_exact(units);
@@ -282,7 +283,7 @@ fn workspace(bytes: usize) -> Result<Vec<u128>> {
     Ok(workspace)
 }
 
-/// A kernel did not leave a counter as it found it.
+/// A kernel did not reset a counter to zero.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("simulator: counter {counter} is {value} after the call; allowed: 0")]
 pub struct CounterLeft {

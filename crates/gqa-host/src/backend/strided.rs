@@ -1,4 +1,4 @@
-//! Copies of a call's tensors with the strides that its plan wants, on the simulated GPU.
+//! Strided copies of a call's tensors, for plans with strides, on the simulated GPU.
 
 use super::Io;
 use gqa_plan::plan::TensorId;
@@ -6,7 +6,7 @@ use gqa_plan::{Problem, RowLayout, Strided};
 use gqa_tensor::POISON;
 use gqa_tensor::{Error, Result, Tensor};
 
-/// Where a strided tensor's rows are, and where those of the contiguous one.
+/// Rows of a strided tensor and of its contiguous copy.
 struct Rows {
     dims: [usize; 4],
     element: usize,
@@ -35,8 +35,8 @@ impl Rows {
         vec![POISON; strides.extent(self.dims).unwrap_or_default() * self.element]
     }
 
-    /// Calls `f` with the byte of each head's row in the strided and in the contiguous tensor, and
-    /// the row's bytes.
+    /// Calls `f` with the byte offset of each head's row in the strided and in the contiguous
+    /// tensor, and the row's bytes.
     fn for_each(&self, mut f: impl FnMut(usize, usize, usize)) {
         let [batch, heads, rows, size] = self.dims;
         for (b, n) in (0..batch).flat_map(|b| (0..heads).map(move |n| (b, n))) {
@@ -48,7 +48,7 @@ impl Rows {
     }
 }
 
-/// An input with the strides that the problem wants; `None` where it is contiguous.
+/// An input with the problem's strides; `None` where it is contiguous.
 pub(super) fn scattered(p: &Problem, id: TensorId, tensor: &Tensor) -> Option<Vec<u8>> {
     let rows = Rows::of(p, id)?;
     let (mut memory, bytes) = (rows.memory(), tensor.bytes());
@@ -56,12 +56,12 @@ pub(super) fn scattered(p: &Problem, id: TensorId, tensor: &Tensor) -> Option<Ve
     Some(memory)
 }
 
-/// Memory for the output with the strides that the problem wants; `None` where it is contiguous.
+/// Memory for the output with the problem's strides; `None` where it is contiguous.
 pub(super) fn output(p: &Problem) -> Option<Vec<u8>> {
     Rows::of(p, TensorId::Output).map(|rows| rows.memory())
 }
 
-/// Copies the strided output into the call's. Errs where a kernel wrote between its rows.
+/// Copies the strided output into the call's. Errs where a kernel wrote between rows.
 pub(super) fn gather(p: &Problem, mut memory: Vec<u8>, io: &mut Io<'_>) -> Result<()> {
     let Some(rows) = Rows::of(p, TensorId::Output) else { return Ok(()) };
     let bytes = io.output.bytes_mut()?;

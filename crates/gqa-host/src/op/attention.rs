@@ -53,13 +53,12 @@ impl Attention {
         }
     }
 
-    /// 1: a query sees no key behind its own position.
+    /// 1: a query attends to no key after its own position.
     pub fn is_causal(self, is_causal: i64) -> Self {
         Self { is_causal, ..self }
     }
 
-    /// Query heads and KV heads. Needed with three dimensions; with four they must be those of Q
-    /// and K.
+    /// Query heads and KV heads. Required with three dimensions; with four they must match Q and K.
     pub fn num_heads(self, q_num_heads: i64, kv_num_heads: i64) -> Self {
         Self { q_num_heads: Some(q_num_heads), kv_num_heads: Some(kv_num_heads), ..self }
     }
@@ -89,14 +88,14 @@ impl Attention {
         Self { softcap, ..self }
     }
 
-    /// Type in which the softmax is computed: 1 float32, 10 float16, 11 float64, 16 bfloat16. It is
-    /// never computed in less than float32, whatever is asked for, nor on a GPU in more.
+    /// Type of the softmax: 1 float32, 10 float16, 11 float64, 16 bfloat16. It is computed in
+    /// float32 at least, and on a GPU in float32 at most.
     pub fn softmax_precision(self, dtype: i64) -> Self {
         Self { softmax_precision: Some(dtype), ..self }
     }
 
-    /// What qk_matmul_output receives: 0 scaled scores, 1 after softcap, 2 after softcap and mask,
-    /// 3 softmax weights.
+    /// Content of qk_matmul_output: 0 scaled scores, 1 after softcap, 2 after softcap and mask, 3
+    /// softmax weights.
     pub fn qk_matmul_output_mode(self, mode: i64) -> Self {
         Self { qk_matmul_output_mode: mode, ..self }
     }
@@ -106,27 +105,27 @@ impl Attention {
         Self { qk_matmul_output: on, ..self }
     }
 
-    /// Whether present_key and present_value are wanted where past_key is not given; where it is,
-    /// they always are.
+    /// Whether to output present_key and present_value without past_key; with past_key they are
+    /// always written.
     pub fn present(self, on: bool) -> Self {
         Self { present: on, ..self }
     }
 
-    /// A query at position p sees no key before p - size; -1: no bound.
+    /// A query at position p attends to no key before p - size; -1: no bound.
     pub fn left_window_size(self, size: i64) -> Self {
         Self { left_window_size: size, ..self }
     }
 
-    /// A query at position p sees no key behind p + size; -1: no bound.
+    /// A query at position p attends to no key after p + size; -1: no bound.
     pub fn right_window_size(self, size: i64) -> Self {
         Self { right_window_size: size, ..self }
     }
 
-    /// An attn_mask of one column counts for every key, and one of fewer columns than keys is an
-    /// error, as in operator set 23. From set 24 on, which is the default, the last dimension does
-    /// not broadcast: the columns that are missing hide their keys.
+    /// The columns of attn_mask broadcast: one column applies to every key, and otherwise fewer
+    /// columns than keys are an error, as in operator set 23. From set 24 on, the default, they do
+    /// not broadcast: missing columns hide their keys.
     ///
-    /// [`run`](Self::run) takes the one column. A [`Problem`] of such a call has all columns.
+    /// [`run`](Self::run) expands the column. A [`Problem`] of such a call has all columns.
     pub fn broadcast_columns(self, on: bool) -> Self {
         Self { broadcast_columns: on, ..self }
     }
@@ -156,7 +155,7 @@ impl Attention {
     }
 }
 
-/// attn_mask with its one column for every key; `None` where it has a column for each already.
+/// attn_mask with its one column repeated for every key; `None` if it has all columns already.
 fn repeated(mask: &Tensor, problem: &Problem) -> Result<Option<Tensor>> {
     let leading = match mask.shape() {
         [leading @ .., columns] if Some(*columns) == problem.bias.map(|bias| bias.columns) => {
@@ -187,9 +186,10 @@ pub struct AttentionInputs<'a> {
     pub k: &'a Tensor,
     /// (B, L, Nk·Hv) or (B, Nk, L, Hv), as many dimensions as Q; any floating-point type
     pub v: &'a Tensor,
-    /// bool, true where a key is seen, or the type of Q, to be added; one to four dimensions that
-    /// broadcast to (B, N, S, T), the last T = P + L or less: keys behind it are hidden. With
-    /// [`Attention::broadcast_columns`] the last is T or 1, and broadcasts; there may be none
+    /// bool, true where a key is visible, or a bias of Q's type; one to four dimensions that
+    /// broadcast to (B, N, S, T), the last T = P + L or less: missing columns hide their keys. With
+    /// [`Attention::broadcast_columns`] the last dimension is T or 1, and broadcasts; a scalar is
+    /// allowed
     pub attn_mask: Option<&'a Tensor>,
     /// (B, Nk, P, H)
     pub past_key: Option<&'a Tensor>,
@@ -205,8 +205,8 @@ impl<'a> AttentionInputs<'a> {
         Self { q, k, v, attn_mask: None, past_key: None, past_value: None, nonpad_kv_seqlen: None }
     }
 
-    /// What back ends take as seqlens_k: int32 (B), the index of each sequence's last valid key, -1
-    /// where it has none.
+    /// The tensor seqlens_k of back ends: int32 (B), the index of each sequence's last valid key,
+    /// -1 for an empty one.
     pub fn seqlens_k(&self, problem: &Problem) -> Tensor {
         let last = match self.nonpad_kv_seqlen {
             Some(Tensor::I64(lengths)) => lengths.iter().map(|&n| n as i32 - 1).collect(),
@@ -230,11 +230,11 @@ pub struct AttentionOutputs {
 }
 
 impl AttentionOutputs {
-    /// Room for the outputs of `problem`, or an error where memory has none.
+    /// Allocates the outputs of `problem`.
     ///
     /// # Errors
     ///
-    /// Where the outputs are larger than memory can be.
+    /// Where memory does not suffice.
     pub fn new(problem: &Problem) -> Result<Self> {
         let p = problem;
         let (key, value) = (p.key_cache_shape(p.capacity), p.value_cache_shape(p.capacity));
@@ -249,8 +249,8 @@ impl AttentionOutputs {
         })
     }
 
-    /// The call's tensors: these outputs, those inputs, [`AttentionInputs::seqlens_k`], and what
-    /// stands for present tensors where there are none.
+    /// The call's tensors: these outputs, those inputs, [`AttentionInputs::seqlens_k`], and
+    /// temporary present tensors if the call outputs none.
     pub fn io<'a>(
         &'a mut self,
         inputs: &AttentionInputs<'a>,

@@ -13,12 +13,11 @@ pub enum QuantType {
     None,
     /// One scale for all of it.
     PerTensor,
-    /// A scale for each KV head, which no ONNX operator has.
+    /// One scale per KV head, which no ONNX operator has.
     PerHead,
     /// A scale for each element of each KV head.
     PerChannel,
-    /// A scale for each row of the cache, in tensors that lie beside it: where past and present are
-    /// one cache only.
+    /// Per-token scales, in tensors beside the cache; only with a shared cache.
     PerToken,
 }
 
@@ -128,22 +127,22 @@ impl GroupQueryAttention {
         Self { softcap, ..self }
     }
 
-    /// A query sees the newest `size` keys, its own included; negative: no window.
+    /// A query attends to the newest `size` keys, including its own; negative: no window.
     pub fn local_window_size(self, size: i64) -> Self {
         Self { local_window_size: size, ..self }
     }
 
-    /// The cache holds the newest rows of a sequence only, local_window_size of them or more, so
-    /// that sequences may be longer than it: past_key and past_value have as many rows as the cache
-    /// can hold, C, in a first prompt too, and of a sequence of T rows it holds, from its row 0 on,
-    /// all while T <= C, else the newest `T - G * ceil((T - C) / G)` where G is `C -
-    /// local_window_size + 1`. Lengths, positions and attention_bias count from the sequence's
-    /// first row all the same. A first prompt has no padding then.
+    /// A rolling cache, which holds only the newest rows of a sequence, at least local_window_size
+    /// of them: past_key and past_value have as many rows as the cache can hold, C, in a first
+    /// prompt too, and of a sequence of T rows it holds, from its row 0 on, all while T <= C, else
+    /// the newest `T - G * ceil((T - C) / G)` where G is `C - local_window_size + 1`. Lengths,
+    /// positions and attention_bias count from the sequence's first row all the same. A first
+    /// prompt has no padding then.
     pub fn sliding_window_cache(self, on: bool) -> Self {
         Self { sliding_window_cache: on, ..self }
     }
 
-    /// 1: a query sees no later key. 0: it sees all valid keys.
+    /// 1: a query attends to no later key. 0: to all valid keys.
     pub fn causal(self, causal: i64) -> Self {
         Self { causal, ..self }
     }
@@ -158,7 +157,7 @@ impl GroupQueryAttention {
         Self { rotary_interleaved: on, ..self }
     }
 
-    /// A logit of 0 joins every softmax denominator.
+    /// Adds a logit of 0 to every softmax denominator.
     pub fn smooth_softmax(self, on: bool) -> Self {
         Self { smooth_softmax: on, ..self }
     }
@@ -168,20 +167,20 @@ impl GroupQueryAttention {
         Self { qk_output: mode, ..self }
     }
 
-    /// What q_norm_weight and k_norm_weight's normalisation adds to the mean of squares; greater
-    /// than 0. It counts only where these are given.
+    /// The epsilon of QK-norm, added to the mean of squares; greater than 0. Used only with
+    /// q_norm_weight and k_norm_weight.
     pub fn qk_norm_epsilon(self, epsilon: f32) -> Self {
         Self { qk_norm_epsilon: epsilon, ..self }
     }
 
-    /// How past_key and present_key are quantized; as v_quant_type. Then k_scale and v_scale are
-    /// needed, and past_key and past_value, whose type says what quantized values are: int8,
-    /// float8e4m3fn, or uint8 with two 4-bit values each.
+    /// How past_key and present_key are quantized; equal to v_quant_type. Requires k_scale and
+    /// v_scale, and past_key and past_value, whose type determines the format: int8, float8e4m3fn,
+    /// or uint8 with two 4-bit values each.
     pub fn k_quant_type(self, how: QuantType) -> Self {
         Self { k_quant_type: how, ..self }
     }
 
-    /// How past_value and present_value are quantized; as k_quant_type.
+    /// The quantization of past_value and present_value; equal to k_quant_type.
     pub fn v_quant_type(self, how: QuantType) -> Self {
         Self { v_quant_type: how, ..self }
     }
@@ -201,28 +200,28 @@ impl GroupQueryAttention {
         Self { lse: on, ..self }
     }
 
-    /// Output is float32 whatever the inputs' type: not rounded to that, for callers who merge
-    /// parts of a sequence by their log-sum-exps or go on in float32 (beyond ONNX).
+    /// Output is float32 whatever the inputs' type, for callers that merge parts of a sequence by
+    /// their log-sum-exps or continue in float32 (beyond ONNX).
     pub fn float32_output(self, on: bool) -> Self {
         Self { float32_output: on, ..self }
     }
 
     /// Promises that the kernel launched just before this call in its stream writes none of the
-    /// call's inputs except query, key and value, and does not let its own dependents start before
-    /// it has waited for what it depends on itself. That is so where that kernel is the layer's QKV
-    /// projection or another layer's attention, and the cache was last written a step ago. `decode`
-    /// may then fetch lengths and cached keys while that kernel still runs (programmatic dependent
+    /// call's inputs except query, key and value, and triggers its dependents only after its own
+    /// dependencies have completed. That holds where that kernel is the layer's QKV projection or
+    /// another layer's attention, and the cache was last written in the previous step. `decode` may
+    /// then fetch lengths and cached keys while that kernel still runs (programmatic dependent
     /// launch); other kernels ignore the promise. If it is broken, results may be wrong. Beyond
     /// ONNX.
     pub fn prefetch_cache(self, on: bool) -> Self {
         Self { prefetch_cache: on, ..self }
     }
 
-    /// Allows products of float8e4m3fn where the cache holds such: rotated queries, times k_scale
-    /// and divided by a power of two for each row, and weights are rounded to that type too, to
-    /// four significant bits. Tensor cores multiply it at twice the rate; `hopper_float8` does so
-    /// with prompts where it pays, from some 8192 keys on, or 4096 at head sizes over 128, and
-    /// everything else is as exact as ever. Off at first. Beyond ONNX.
+    /// Allows float8 matrix products over a float8e4m3fn cache: rotated queries, times k_scale and
+    /// divided by a power of two for each row, and P are rounded to e4m3, to four significant bits.
+    /// Tensor cores run at twice the rate; `hopper_float8` does so in prefill where it pays, from
+    /// some 8192 keys on, or 4096 at head sizes over 128. All other kernels keep their accuracy.
+    /// Off by default. Beyond ONNX.
     pub fn float8_products(self, on: bool) -> Self {
         Self { float8_products: on, ..self }
     }
@@ -245,8 +244,8 @@ impl GroupQueryAttention {
     ///
     /// # Errors
     ///
-    /// Those of [`problem_in_place`](Self::problem_in_place), and the back end's. The cache may
-    /// have the new rows then.
+    /// Those of [`problem_in_place`](Self::problem_in_place), and the back end's. After an error,
+    /// the cache may already have the new rows.
     pub fn run_in_place(
         &self,
         inputs: &Inputs<'_>,
@@ -296,13 +295,13 @@ pub struct Inputs<'a> {
     pub k_scale: Option<&'a Tensor>,
     /// The same of values
     pub v_scale: Option<&'a Tensor>,
-    /// (H): each head's rows of query are divided by their root mean square and multiplied by this,
-    /// before they rotate
+    /// (H): QK-norm weight: each head of query is divided by its root mean square and multiplied by
+    /// this, before RoPE
     pub q_norm_weight: Option<&'a Tensor>,
     /// (H): the same of key
     pub k_norm_weight: Option<&'a Tensor>,
-    /// float32, one element, finite and not 0: output is float8e4m3fn, and this times it is meant
-    /// (beyond ONNX)
+    /// float32, one element, finite and not 0: output is float8e4m3fn, with true output = stored
+    /// output * output_scale (beyond ONNX)
     pub output_scale: Option<&'a Tensor>,
 }
 
@@ -358,23 +357,23 @@ impl<'a> Inputs<'a> {
     }
 }
 
-/// A cache that past and present share: (B, Nk, capacity, H) each; of 4-bit values H/2.
+/// A shared KV cache: (B, Nk, capacity, H) each; H/2 for 4-bit values.
 #[derive(Clone, Debug, PartialEq)]
 pub struct KvCache {
     /// Rotated keys.
     pub key: Tensor,
     /// Values.
     pub value: Tensor,
-    /// k_scale and v_scale where each row has its own, float32 (B, Nk, capacity), which the inputs
-    /// of these names are not then.
+    /// Per-token k_scale and v_scale, float32 (B, Nk, capacity); the inputs of these names are then
+    /// absent.
     pub scales: Option<[Tensor; 2]>,
 }
 
 /// The operator's outputs.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Outputs {
-    /// Shape of query without the packed heads; of its type, float32 where asked for, or
-    /// float8e4m3fn where output_scale is given.
+    /// Shape of query without the packed heads; of its type, float32 on request, or float8e4m3fn
+    /// with output_scale.
     pub output: Tensor,
     /// (B, Nk, max(P, T), H), or (B, Nk, P, H) with sliding_window_cache; empty where the cache is
     /// shared.
@@ -388,11 +387,11 @@ pub struct Outputs {
 }
 
 impl Outputs {
-    /// Room for the outputs of `problem`, or an error where memory has none.
+    /// Allocates the outputs of `problem`.
     ///
     /// # Errors
     ///
-    /// Where the outputs are larger than memory can be.
+    /// Where memory does not suffice.
     pub fn new(problem: &Problem) -> Result<Self> {
         let p = problem;
         let (key, value) = (p.key_cache_shape(p.capacity), p.value_cache_shape(p.capacity));

@@ -1,4 +1,4 @@
-//! Operators: attributes and inputs as ONNX has them.
+//! Operators: attributes and inputs in ONNX's terms.
 
 mod attention;
 mod gqa;

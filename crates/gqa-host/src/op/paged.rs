@@ -1,5 +1,5 @@
-//! `com.microsoft.PagedAttention`: sequences of different lengths one behind the other, and a paged
-//! KV cache that a table gives to them.
+//! `com.microsoft.PagedAttention`: concatenated sequences of different lengths (varlen), and a
+//! paged KV cache with a block table.
 
 mod inputs;
 mod quantization;
@@ -76,13 +76,13 @@ impl PagedAttention {
         Self { softcap, ..self }
     }
 
-    /// A query sees the newest `size` keys up to its own, and later ones where the call is not
-    /// causal; negative: no window.
+    /// A query attends to the newest `size` keys up to its own, and to later ones if the call is
+    /// not causal; negative: no window.
     pub fn local_window_size(self, size: i64) -> Self {
         Self { local_window_size: size, ..self }
     }
 
-    /// 1: a query sees no later key. 0: it sees all keys of its sequence.
+    /// 1: a query attends to no later key. 0: to all keys of its sequence.
     pub fn is_causal(self, is_causal: i64) -> Self {
         Self { is_causal, ..self }
     }
@@ -97,25 +97,24 @@ impl PagedAttention {
         Self { rotary_interleaved: on, ..self }
     }
 
-    /// What q_norm_weight and k_norm_weight's normalisation adds to the mean of squares; greater
-    /// than 0.
+    /// The epsilon of QK-norm, added to the mean of squares; greater than 0.
     pub fn qk_norm_epsilon(self, epsilon: f32) -> Self {
         Self { qk_norm_epsilon: epsilon, ..self }
     }
 
-    /// How key_cache is quantized; as v_quant_type. Then k_scale and v_scale are needed, and the
-    /// caches hold quantized values, of the kind that their type says.
+    /// The quantization of key_cache; equal to v_quant_type. Requires k_scale and v_scale; the
+    /// caches' type determines the format.
     pub fn k_quant_type(self, how: QuantType) -> Self {
         Self { k_quant_type: how, ..self }
     }
 
-    /// How value_cache is quantized; as k_quant_type.
+    /// The quantization of value_cache; equal to k_quant_type.
     pub fn v_quant_type(self, how: QuantType) -> Self {
         Self { v_quant_type: how, ..self }
     }
 
-    /// What key_cache holds: `"int4"` where it is uint8, two quantized values to a byte; else the
-    /// name of its type, or `""`.
+    /// The format of key_cache: `"int4"` where it is uint8, two quantized values to a byte; else
+    /// the name of its type, or `""`.
     pub fn k_cache_dtype(self, name: &str) -> Self {
         Self { k_cache_dtype: name.to_owned(), ..self }
     }
@@ -130,13 +129,13 @@ impl PagedAttention {
         Self { lse: on, ..self }
     }
 
-    /// Applies the operator: the tokens' keys and values go into their blocks of `cache`, then
-    /// every token attends to what its sequence's blocks hold.
+    /// Applies the operator: writes the tokens' keys and values into their blocks of `cache`; then
+    /// every token attends to its sequence's blocks.
     ///
     /// # Errors
     ///
-    /// Those of [`problem`](Self::problem), and the back end's. The cache may have the new rows
-    /// then.
+    /// Those of [`problem`](Self::problem), and the back end's. After an error, the cache may
+    /// already have the new rows.
     pub fn run(
         &self,
         inputs: &PagedInputs<'_>,
@@ -163,7 +162,7 @@ impl PagedAttention {
         Ok(PagedOutputs { output, lse })
     }
 
-    /// Checks the call, what is in its tensors too.
+    /// Checks the call, including the contents of its tensors.
     ///
     /// # Errors
     ///
@@ -216,7 +215,7 @@ fn check_metadata(most: Bounds, metadata: &Tensor) -> Result<()> {
     for (&bound, most) in bounds.iter().zip([query_rows, keys]) {
         if !usize::try_from(bound).is_ok_and(|bound| bound == 0 || bound >= most) {
             let allowed = format!(
-                "0, or {query_rows} and {keys} or more, the most tokens of a sequence, new and in all"
+                "0, or at least {query_rows} and {keys}, the largest number of new tokens and the longest sequence"
             );
             return Err(Error::invalid(NAME, format!("{bounds:?}"), allowed));
         }

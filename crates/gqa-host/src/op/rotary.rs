@@ -27,7 +27,7 @@ impl RotaryEmbedding {
         Self { interleaved, ..self }
     }
 
-    /// Heads; needed with three dimensions. With four they must be those of X; 0: not given.
+    /// Heads; required with three dimensions. With four they must match X; 0: not given.
     pub fn num_heads(self, num_heads: i64) -> Self {
         Self { num_heads, ..self }
     }
@@ -171,7 +171,7 @@ impl RotaryEmbedding {
     }
 }
 
-/// Rows of the caches: with position_ids as many as there are, without one for each row of X.
+/// Rows of the caches: any number with position_ids, without one for each row of X.
 fn check_caches(
     inputs: &RotaryInputs<'_>,
     dtype: DType,

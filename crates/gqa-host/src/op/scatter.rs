@@ -1,4 +1,4 @@
-//! Writing rows into a cache outside of attention, at an index of each batch entry's own.
+//! Writes rows into a cache outside of attention, at a start row that differs among batch entries.
 
 use super::KvCache;
 use super::validate::{Dim, Pattern};
@@ -35,22 +35,22 @@ impl TensorScatter {
         Self { axis: -2, mode: WriteMode::Linear }
     }
 
-    /// The dimension of the cache's rows, from the end where negative: any but the first, which is
-    /// the batch. -2 at first.
+    /// The dimension of the cache's rows, from the end where negative: any but the first, the
+    /// batch. -2 by default.
     pub fn axis(self, axis: i64) -> Self {
         Self { axis, ..self }
     }
 
-    /// What happens to rows behind the cache's last one.
+    /// The handling of rows past the cache's end.
     pub fn mode(self, mode: WriteMode) -> Self {
         Self { mode, ..self }
     }
 
-    /// Applies the operator. The result is past_cache with the rows of update in it.
+    /// Applies the operator. The result is past_cache with the rows of update written into it.
     ///
     /// # Errors
     ///
-    /// Where the inputs do not fit each other, or rows do not fit into the cache.
+    /// Where shapes do not match, or rows exceed the cache.
     pub fn run(&self, inputs: &ScatterInputs<'_>, backend: &dyn Backend) -> Result<Tensor> {
         let problem = self.problem(inputs)?;
         let first = first_rows(&problem, self.mode, inputs.write_indices)?;
@@ -75,7 +75,8 @@ impl TensorScatter {
         check_update(cache, update, axis)?;
         let (batch, rows) = (cache.shape[0], update.shape[axis]);
         let dtype = if cache.dtype == DType::Bool { DType::U8 } else { cache.dtype };
-        // The dimensions between batch and rows are heads, those behind them a row's elements.
+        // The dimensions between batch and rows count as heads, those after the rows as elements of
+        // a row.
         let heads = product("past_cache", cache, &cache.shape[1..axis])?;
         let size = product("past_cache", cache, &cache.shape[axis + 1..])?;
         let problem = Problem::new(ProblemFields {
@@ -94,7 +95,7 @@ impl TensorScatter {
             Ok(axis) if (1..rank).contains(&axis) => Ok(axis),
             _ => {
                 let got = format!("{} of {rank} dimensions of past_cache", self.axis);
-                Err(Error::invalid("axis", got, "a dimension behind the first, which is the batch"))
+                Err(Error::invalid("axis", got, "a dimension after the first, which is the batch"))
             }
         }
     }
@@ -103,11 +104,11 @@ impl TensorScatter {
 /// The operator's inputs under their ONNX names; checked when the operator is applied.
 #[derive(Clone, Copy, Debug)]
 pub struct ScatterInputs<'a> {
-    /// (B, …, C, …) of any type: C rows where `axis` is.
+    /// (B, …, C, …) of any type: C rows along `axis`.
     pub past_cache: &'a Tensor,
     /// (B, …, L, …), likewise: L rows, no more than C.
     pub update: &'a Tensor,
-    /// int64 (B): the row of the cache that takes the first one of the update; absent: row 0.
+    /// int64 (B): the cache row of the first updated row; absent: row 0.
     pub write_indices: Option<&'a Tensor>,
 }
 
@@ -118,7 +119,7 @@ impl KvCache {
     ///
     /// # Errors
     ///
-    /// Where tensors do not fit each other, or rows do not fit into the cache.
+    /// Where shapes do not match, or rows exceed the cache.
     pub fn write(
         &mut self,
         key: &Tensor,
@@ -129,12 +130,12 @@ impl KvCache {
         self.write_as(WriteMode::Linear, [key, value], write_indices, backend)
     }
 
-    /// The same, but rows behind the cache's last one go to its first ones: `write_indices` count
-    /// on.
+    /// As [`write`](Self::write), but rows past the cache's end wrap around to its start:
+    /// `write_indices` may keep growing.
     ///
     /// # Errors
     ///
-    /// Where tensors do not fit each other, or there are more rows than the cache has.
+    /// Where shapes do not match, or an update has more rows than the cache.
     pub fn write_circular(
         &mut self,
         key: &Tensor,
@@ -195,7 +196,7 @@ impl KvCache {
     }
 }
 
-/// An update of a cache of these sizes by so many rows of each batch entry.
+/// An update with these sizes.
 fn update_of(
     mode: WriteMode,
     dtype: DType,
@@ -221,7 +222,7 @@ fn update_of(
     }
 }
 
-/// Errs unless the update is a part of the cache along `axis`.
+/// Checks that the update has the cache's shape except along `axis`.
 fn check_update(cache: TensorDesc<'_>, update: TensorDesc<'_>, axis: usize) -> Result<()> {
     addressable("past_cache", cache.shape)?;
     let dim = |(i, &n): (usize, &usize)| match i {
@@ -234,7 +235,7 @@ fn check_update(cache: TensorDesc<'_>, update: TensorDesc<'_>, axis: usize) -> R
         .check(update)
 }
 
-/// The product of some dimensions, if kernels can count to it.
+/// The product of some dimensions, if it is within the kernels' limits.
 fn product(argument: &'static str, tensor: TensorDesc<'_>, dims: &[usize]) -> Result<usize> {
     let product = dims.iter().try_fold(1usize, |all, &n| all.checked_mul(n));
     product.filter(|&product| product <= MAX_COUNT).ok_or_else(|| {
@@ -243,7 +244,7 @@ fn product(argument: &'static str, tensor: TensorDesc<'_>, dims: &[usize]) -> Re
     })
 }
 
-/// The row of the cache that takes the first one of each batch entry's update, int32 (B).
+/// The cache row of each batch entry's first updated row, int32 (B).
 fn first_rows(p: &Problem, mode: WriteMode, write_indices: Option<&Tensor>) -> Result<Tensor> {
     const NAME: &str = "write_indices";
     let Some(indices) = write_indices else {
@@ -277,7 +278,7 @@ fn first_rows(p: &Problem, mode: WriteMode, write_indices: Option<&Tensor>) -> R
     Ok(Array1::from(first.collect::<Result<Vec<i32>>>()?).into())
 }
 
-/// A copy that back ends can write: booleans as bytes.
+/// A copy with an element type that back ends can write: booleans as bytes.
 fn moved_as(tensor: &Tensor) -> Tensor {
     match tensor {
         Tensor::Bool(array) => array.mapv(u8::from).into(),

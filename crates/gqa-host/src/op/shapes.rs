@@ -3,8 +3,8 @@
 use super::Inputs;
 use gqa_tensor::{Tensor, TensorDesc};
 
-/// Types and shapes of the operator's inputs, which is all that is known on the host when the data
-/// is in a GPU's memory. Under their ONNX names, as in [`Inputs`].
+/// Types and shapes of the operator's inputs, which is all that the host knows of tensors in GPU
+/// memory. ONNX names, as in [`Inputs`].
 #[derive(Clone, Copy, Debug)]
 pub struct Shapes<'a> {
     /// query, or packed QKV
@@ -13,7 +13,7 @@ pub struct Shapes<'a> {
     pub key: Option<TensorDesc<'a>>,
     /// value
     pub value: Option<TensorDesc<'a>>,
-    /// past_key, or the cache that past and present share
+    /// past_key, or the shared cache
     pub past_key: Option<TensorDesc<'a>>,
     /// As past_key
     pub past_value: Option<TensorDesc<'a>>,

@@ -19,8 +19,8 @@ pub(super) use quantization::{
 };
 
 impl GroupQueryAttention {
-    /// Checks the call. With [`CacheBinding::Shared`] past_key and past_value are the cache that
-    /// present shares.
+    /// Checks the call. With [`CacheBinding::Shared`], past_key and past_value are the shared
+    /// cache.
     ///
     /// # Errors
     ///
@@ -61,15 +61,15 @@ impl GroupQueryAttention {
         self.problem(&inputs, CacheBinding::Shared)
     }
 
-    /// Checks all that types and shapes show. What seqlens_k and position_ids hold is left: the
-    /// kernels keep within their tensors whatever it is.
+    /// Checks types and shapes. The contents of seqlens_k and position_ids are not checked: kernels
+    /// stay within their tensors for any values.
     ///
     /// # Errors
     ///
-    /// As [`problem`](Self::problem), but for what only elements tell.
+    /// As [`problem`](Self::problem), except for contents.
     pub fn problem_from_shapes(&self, inputs: &Shapes<'_>, cache: CacheBinding) -> Result<Problem> {
         if cache == CacheBinding::External {
-            let allowed = "a cache, shared or separate; an external one is ONNX Attention's";
+            let allowed = "a cache, shared or separate; only ONNX Attention has external ones";
             return Err(Error::invalid("past_key", "an external cache", allowed));
         }
         let heads = self.heads()?;
@@ -121,7 +121,7 @@ impl GroupQueryAttention {
         })
     }
 
-    /// Errs where a tensor that the call makes, or its rows, cannot be counted.
+    /// Errs where the rows or elements of a tensor of the call exceed the kernels' limits.
     fn check_sizes(&self, query: &Query, rows: Rows, capacity: usize) -> Result<()> {
         const TOTAL: &str = "total_sequence_length";
         let (batch, heads, kv_heads) = (query.batch, query.heads(), query.kv_heads());
@@ -136,7 +136,7 @@ impl GroupQueryAttention {
         addressable(of_scores, &[batch, heads, rows.query, rows.total])
     }
 
-    /// Type of output: float8e4m3fn where it has a scale.
+    /// Type of output: float8e4m3fn with output_scale.
     fn output_type(&self, inputs: &Shapes<'_>, dtype: DType) -> Result<DType> {
         let Some(scale) = inputs.output_scale else {
             return Ok(if self.float32_output { DType::F32 } else { dtype });
@@ -166,7 +166,7 @@ impl GroupQueryAttention {
         Ok(heads)
     }
 
-    /// Attributes that mean something by themselves.
+    /// Checks of single attributes.
     fn check_numbers(&self) -> Result<()> {
         check_factors(self.scale, self.softcap, self.qk_norm_epsilon)?;
         if !(0..=1).contains(&self.causal) {
@@ -191,13 +191,13 @@ impl GroupQueryAttention {
         }
     }
 
-    /// The window, unless it is at least as long as every sequence.
+    /// The window; `None` if it is at least as long as every sequence.
     fn window(&self, longest: usize) -> Option<usize> {
         usize::try_from(self.local_window_size).ok().filter(|&window| window < longest)
     }
 
-    /// Rows of present_key and present_value: a rolling KV cache, one that grows by the new rows,
-    /// or one that is long enough already.
+    /// Rows of present_key and present_value: of a rolling KV cache, of a past plus new rows, or of
+    /// a past that is long enough already.
     fn present_rows(&self, rows: Rows, cache: CacheBinding) -> Result<usize> {
         let Rows { query, total, new, past } = rows;
         let grown = past.saturating_add(new);
@@ -234,12 +234,12 @@ impl GroupQueryAttention {
     }
 }
 
-/// The factor on q·k: 1/sqrt(head_size) where none is given.
+/// The scale of q·k: 1/sqrt(head_size) by default.
 pub(super) fn scale(given: Option<f32>, head_size: usize) -> f64 {
     given.map_or_else(|| (head_size as f64).sqrt().recip(), f64::from)
 }
 
-/// Errs where scores or norms would not be numbers.
+/// Errs where scores or norms would not be finite.
 pub(super) fn check_factors(scale: f32, softcap: f32, epsilon: f32) -> Result<()> {
     for (argument, number) in [("scale", scale), ("softcap", softcap)] {
         if !number.is_finite() {
@@ -253,7 +253,7 @@ pub(super) fn check_factors(scale: f32, softcap: f32, epsilon: f32) -> Result<()
     Ok(())
 }
 
-/// What the rows of a call are. Nothing but these two lengths decides.
+/// The phase of the call, which these two lengths determine.
 fn phase(rows: usize, total: usize) -> Phase {
     match rows {
         _ if rows == total => Phase::FirstPrompt,
@@ -262,7 +262,7 @@ fn phase(rows: usize, total: usize) -> Phase {
     }
 }
 
-/// Row counts that total_sequence_length must fit.
+/// Bounds on total_sequence_length.
 #[derive(Clone, Copy)]
 struct Rows {
     query: usize,

@@ -1,4 +1,4 @@
-//! From ONNX Attention's attributes and inputs to a [`Problem`].
+//! Checks ONNX Attention's attributes and inputs, and makes a [`Problem`] of them.
 
 use super::validate::{Dim, Pattern, both, head_count, scale};
 use super::{Attention, AttentionInputs};
@@ -22,11 +22,11 @@ impl Attention {
         Ok(problem)
     }
 
-    /// Checks all that types and shapes show. What nonpad_kv_seqlen holds is left.
+    /// Checks types and shapes, but not the contents of nonpad_kv_seqlen.
     ///
     /// # Errors
     ///
-    /// As [`problem`](Self::problem), but for what only elements tell.
+    /// As [`problem`](Self::problem), except for contents.
     pub fn problem_from_shapes(&self, inputs: &AttentionShapes<'_>) -> Result<Problem> {
         self.check_numbers()?;
         let sizes = self.sizes(inputs)?;
@@ -64,7 +64,7 @@ impl Attention {
         })
     }
 
-    /// Attributes that mean something by themselves.
+    /// Checks of single attributes.
     fn check_numbers(&self) -> Result<()> {
         let number = |argument, x: f32| match x {
             x if x.is_finite() && x >= 0.0 => Ok(()),
@@ -189,8 +189,8 @@ impl Attention {
     }
 }
 
-/// Types and shapes of the operator's inputs, which is all that is known on the host when the data
-/// is in a GPU's memory. Under their ONNX names, as in [`AttentionInputs`].
+/// Types and shapes of the operator's inputs, which is all that the host knows of tensors in GPU
+/// memory. ONNX names, as in [`AttentionInputs`].
 #[derive(Clone, Copy, Debug)]
 pub struct AttentionShapes<'a> {
     /// Q
@@ -225,7 +225,7 @@ impl<'a> AttentionShapes<'a> {
     }
 }
 
-/// The window with is_causal in it: keys p - left to p + right.
+/// The window combined with is_causal: keys p - left to p + right.
 struct Window {
     left: Option<usize>,
     right: Option<usize>,
@@ -293,8 +293,8 @@ impl Sizes {
         Ok(self)
     }
 
-    /// Rows of past_key and past_value, and what becomes of K and V: without a past they are read
-    /// where they are, unless `present` is to hold them.
+    /// Rows of past_key and past_value, and the binding of K and V: without a past they are read in
+    /// place, unless `present` requests a copy.
     fn past(&self, inputs: &AttentionShapes<'_>, present: bool) -> Result<(usize, CacheBinding)> {
         let past = both(("past_key", inputs.past_key), ("past_value", inputs.past_value))?;
         if present && inputs.nonpad_kv_seqlen.is_some() {
@@ -332,7 +332,7 @@ impl Sizes {
         Ok((key.shape[2], CacheBinding::Separate))
     }
 
-    /// Errs where a tensor that the call makes, or its rows, cannot be counted.
+    /// Errs where the rows or elements of a tensor of the call exceed the kernels' limits.
     fn check_rows(&self, total: usize, scores: bool) -> Result<()> {
         let Self { batch, q_heads, kv_heads, q_len, .. } = *self;
         check_rows("Q", &[batch, q_heads, q_len])?;
@@ -350,8 +350,8 @@ impl Sizes {
             .check(lengths)
     }
 
-    /// Positions, in [`Phase`]'s terms wherever they are those of some GroupQueryAttention, which
-    /// is what flash attention knows.
+    /// Positions, expressed as a [`Phase`] where some GroupQueryAttention call has the same,
+    /// because flash attention kernels know these only.
     fn alignment(
         &self,
         past: usize,
@@ -369,7 +369,7 @@ impl Sizes {
             (true, _) => (later, Alignment::End),
             (false, 0) if rows == new => (Phase::FirstPrompt, Alignment::Phase),
             (false, _) if rows == new => (later, Alignment::Phase),
-            // Without a window positions do not matter, unless new rows go to them.
+            // Without a window or causality positions do not matter, unless new rows are appended.
             (false, 0) if rows < new && !window && cache == CacheBinding::External => {
                 (later, Alignment::Phase)
             }
@@ -428,7 +428,7 @@ impl Sizes {
     }
 }
 
-/// Errs unless every length lies in K, and attn_mask is as long.
+/// Checks that every length is within K, and that attn_mask covers it.
 fn check_lengths(p: &Problem, inputs: &AttentionInputs<'_>) -> Result<()> {
     let Some(Tensor::I64(lengths)) = inputs.nonpad_kv_seqlen else { return Ok(()) };
     let (most, what) = match p.bias {

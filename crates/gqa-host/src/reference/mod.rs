@@ -1,8 +1,7 @@
-//! What GroupQueryAttention and ONNX Attention are: the definition, in double precision, one row at
-//! a time.
+//! The definition of GroupQueryAttention and ONNX Attention in double precision, one row at a time.
 //!
-//! Every back end is compared with this one. It shares no code with them and is written to be read
-//! next to the formulas in `docs/numerics.md`.
+//! The oracle of every back end: it shares no code with them, and reads like the formulas in
+//! `docs/numerics.md`.
 
 mod paged;
 mod quantized;
@@ -43,10 +42,10 @@ impl Backend for Reference {
     }
 }
 
-/// A call's results before they are rounded, in the order of the outputs' elements.
+/// A call's results before rounding, in the order of the outputs' elements.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Exact {
-    /// output, of which output_scale times it is meant where the call has one.
+    /// The true output, before division by output_scale if the call has one.
     pub output: Vec<f64>,
     /// output_qk; empty where the call has none.
     pub output_qk: Vec<f64>,
@@ -54,8 +53,8 @@ pub struct Exact {
     pub lse: Vec<f64>,
 }
 
-/// Computes a call without rounding its results. The cache is part of what a call computes with, so
-/// present_key and present_value are written, and rounded, here as well.
+/// Computes a call without rounding its results, except for present_key and present_value, which
+/// attention reads and which are rounded here as well.
 ///
 /// # Errors
 /// As [`Backend::run`].
@@ -74,7 +73,7 @@ fn compute(problem: &Problem, io: &mut Io<'_>) -> Result<Exact> {
     compute_without(Vec::new(), problem, io)
 }
 
-/// The same where no row sees the keys `hidden`, of a call of one sequence.
+/// The same, for one sequence, with the keys in `hidden` masked from all rows.
 fn compute_without(hidden: Vec<usize>, problem: &Problem, io: &mut Io<'_>) -> Result<Exact> {
     let call = Call { hidden, ..Call::new(problem, io)? };
     Ok(match problem.computes {
@@ -95,7 +94,7 @@ struct Call<'a> {
     query: Heads,
     /// Last valid index of each sequence.
     seqlens_k: Vec<f64>,
-    /// Which row of each sequence is row 0 of the cache that attention sees.
+    /// For each sequence, the position of row 0 of the cache that attention reads.
     first: Vec<usize>,
     cos: Vec<f64>,
     sin: Vec<f64>,
@@ -113,7 +112,7 @@ struct Call<'a> {
 
 /// What a row of the cache is made from.
 enum Source {
-    /// A row of past_key or past_value, by its number in the tensor.
+    /// A row of past_key or past_value, by its index in the tensor.
     Past(usize),
     /// Batch entry, KV head and number of a new row.
     New([usize; 3]),
@@ -121,7 +120,7 @@ enum Source {
     Nothing,
 }
 
-/// A rolling KV cache, before the call, and the rows that the call computes with.
+/// A rolling KV cache before the call, and the temporary cache for the call.
 struct Joined {
     past: [Tensor; 2],
     present: [Tensor; 2],
@@ -212,7 +211,7 @@ impl<'a> Call<'a> {
         Ok(call)
     }
 
-    /// A rolling KV cache, and one besides with room for the rows in it and the new ones.
+    /// A rolling KV cache, and a temporary one with room for its rows and the new ones.
     fn room_for_all(&self, io: &Io<'_>) -> Result<Joined> {
         let given =
             [(TensorId::PastKey, &*io.present_key), (TensorId::PastValue, &*io.present_value)];
@@ -228,7 +227,7 @@ impl<'a> Call<'a> {
         Ok(Joined { past, present })
     }
 
-    /// Leaves in a rolling KV cache the newest of the rows in one with room for all.
+    /// Copies the newest rows of the temporary cache back into the rolling one.
     fn keep_newest(&self, joined: &Tensor, present: &mut [u8]) {
         let p = self.problem;
         let row = p.key_cache_shape(0)[3] * joined.dtype().size();
@@ -244,19 +243,20 @@ impl<'a> Call<'a> {
         }
     }
 
-    /// Rows that a rolling KV cache holds of a sequence of `total`: where it is full, the oldest go
-    /// before the next one comes, as many as leave room for it and the rows before it that it sees.
+    /// Rows that a rolling KV cache holds of a sequence of `total` tokens: when it is full, the
+    /// oldest rows are evicted before the next one comes, as many as leave room for that row and
+    /// the earlier rows in its window.
     fn resident(&self, total: usize) -> usize {
         let ProblemFields { capacity, window, .. } = **self.problem;
         let evicted = capacity + 1 - window.unwrap_or(capacity);
-        // Once full, so many rows go and come again and again.
+        // Once full, the cache repeatedly evicts this many rows and fills up again.
         match total.saturating_sub(capacity) {
             0 => total,
             beyond => capacity - evicted + 1 + (beyond - 1) % evicted,
         }
     }
 
-    /// How many of the sequence's rows are gone before the call.
+    /// Rows of the sequence evicted before the call.
     fn gone(&self, b: usize) -> usize {
         let past = self.position(b, 0).max(0) as usize;
         if self.problem.slides { past - self.resident(past) } else { 0 }
@@ -268,13 +268,13 @@ impl<'a> Call<'a> {
         p.capacity + if p.slides { p.new_len } else { 0 }
     }
 
-    /// Valid keys of a sequence, the new ones included.
+    /// Valid keys of a sequence, including the new ones.
     fn total(&self, b: usize) -> usize {
         (self.seqlens_k[b] + 1.0) as usize
     }
 
-    /// Position of query row `s`: keys at positions up to it are those that it may see where a call
-    /// is causal. Before key 0 where there are more rows than keys.
+    /// The position of query row `s`, the last visible key of a causal call. Negative where the
+    /// sequence has more query rows than keys.
     fn position(&self, b: usize, s: usize) -> i64 {
         let p = self.problem;
         let first = match (p.alignment, p.phase) {
@@ -290,8 +290,8 @@ impl<'a> Call<'a> {
         if self.problem.new_len == 0 { self.total(b) } else { self.position(b, 0) as usize }
     }
 
-    /// Writes the cache: the past's rows, the new rows, and, unless it is shared, zeros. Returns
-    /// all of it.
+    /// Writes the cache: past rows, new rows, and zeros unless it is shared. Returns all its
+    /// values.
     fn present(
         &self,
         tensor: &mut Tensor,
@@ -311,8 +311,7 @@ impl<'a> Call<'a> {
         bnsh(tensor.to_f64(), p.kv_heads, self.rows(), size)
     }
 
-    /// The same of a quantized cache: the new rows' quantized values are written, and all
-    /// dequantized values are returned.
+    /// Writes a quantized cache: quantizes the new rows, and returns all dequantized values.
     fn present_codes(
         &self,
         tensor: &mut Tensor,
@@ -337,8 +336,7 @@ impl<'a> Call<'a> {
         Ok(bnsh(rows.flatten().collect(), p.kv_heads, self.rows(), size))
     }
 
-    /// The rows of the cache that a call writes, by their number in its tensor, and what becomes of
-    /// them.
+    /// The cache rows that a call writes, by their index in the tensor, and their new content.
     fn rows_written(&self) -> Vec<(usize, Source)> {
         let (p, mut rows) = (self.problem, Vec::new());
         let shared = p.cache == CacheBinding::Shared && !p.slides;
@@ -359,7 +357,7 @@ impl<'a> Call<'a> {
         rows
     }
 
-    /// A row divided by its root mean square, weighed, and rounded to the element type.
+    /// A row divided by its root mean square, times the weight, rounded to the element type.
     fn normed(&self, x: &[f64], weights: &[f64]) -> Vec<f64> {
         let Some(QkNorm { epsilon }) = self.problem.qk_norm else { return x.to_vec() };
         let mean = x.iter().map(|x| x * x).sum::<f64>() / x.len() as f64;
@@ -367,7 +365,7 @@ impl<'a> Call<'a> {
         rounded(self.problem, x.iter().zip(weights).map(|(x, weight)| x / root * weight).collect())
     }
 
-    /// New row `s`, rotated to its position and rounded to the element type, as the cache holds it.
+    /// New row `s`, rotated to its position and rounded to the element type, as in the cache.
     fn rotated(&self, b: usize, s: usize, x: Vec<f64>) -> Vec<f64> {
         let Some(rotary) = self.problem.rotary else { return x };
         let position = match rotary.explicit {
@@ -408,7 +406,7 @@ impl<'a> Call<'a> {
     /// All rows of all heads.
     fn attend(&self) -> Exact {
         let p = self.problem;
-        // Of the back end for the CPU only its threads, which a forked process has, too.
+        // Of the CPU back end only the threads are used, because they survive a fork.
         let mut heads: Vec<Vec<Row>> = (0..p.batch * p.q_heads).map(|_| Vec::new()).collect();
         each(&Rayon, heads.iter_mut().enumerate(), |(head, rows)| {
             let row = |s| self.row(head / p.q_heads, head % p.q_heads, s);
@@ -460,8 +458,8 @@ impl<'a> Call<'a> {
         Row { output, scores, lse }
     }
 
-    /// The keys that query row `s` sees; a row of padding sees none, nor does one of a tree that
-    /// stands before key 0.
+    /// The keys that query row `s` attends to; a padding row attends to none, and neither does a
+    /// row before key 0.
     fn visible(&self, b: usize, s: usize) -> Range<usize> {
         let p = self.problem;
         let (position, total) = (self.position(b, s), self.total(b) as i64);
@@ -494,7 +492,7 @@ impl<'a> Call<'a> {
         cap.map_or(scaled, |cap| cap * (scaled / cap).tanh())
     }
 
-    /// Whether key `j` is hidden from all rows, or by tree_mask, which may hide new keys.
+    /// Whether key `j` is masked from all rows, or by tree_mask, which can mask new keys only.
     fn hides(&self, b: usize, s: usize, j: usize) -> bool {
         if self.hidden.binary_search(&j).is_ok() {
             return true;
@@ -528,7 +526,7 @@ impl<'a> Call<'a> {
         }
     }
 
-    /// A row of output_qk, with `hidden` where a key is not visible.
+    /// A row of output_qk, with `hidden` at masked keys.
     fn columns(&self, visible: Range<usize>, values: &[f64], hidden: f64) -> Vec<f64> {
         let mut columns = vec![hidden; self.problem.total_len];
         columns[visible].copy_from_slice(values);
@@ -549,8 +547,8 @@ fn words(tensor: Option<&Tensor>) -> Vec<i64> {
     }
 }
 
-/// Softmax weights, and the logarithm of their denominator. The sink joins the denominator and gets
-/// no weight. Where every logit is -inf, all weights are 0.
+/// Softmax weights and the logarithm of their denominator. The sink is part of the denominator and
+/// has no weight. If every logit is -inf, all weights are 0.
 fn softmax(logits: &[f64], sink: Option<f64>) -> (Vec<f64>, f64) {
     let sink = sink.unwrap_or(f64::NEG_INFINITY);
     if logits.iter().all(|&x| x == f64::NEG_INFINITY) {

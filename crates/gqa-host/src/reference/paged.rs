@@ -1,5 +1,5 @@
-//! PagedAttention: the new rows go into the cache, then each sequence is a call of its own over the
-//! rows that its blocks hold.
+//! PagedAttention: writes the new rows into the cache, then computes each sequence as a call of its
+//! own over its gathered blocks.
 
 use super::{Exact, compute_without};
 use crate::backend::Io;
@@ -8,7 +8,7 @@ use gqa_plan::{CacheBinding, CallKind, Layout, Pages, Phase, Problem, ProblemFie
 use gqa_tensor::{DType, Result, Tensor};
 use ndarray::Array1;
 
-/// Computes a call whose cache consists of blocks.
+/// Computes a call over a paged KV cache.
 pub(super) fn attend(p: &Problem, pages: Pages, io: &mut Io<'_>) -> Result<Exact> {
     let lse = vec![f64::NEG_INFINITY; p.q_heads * pages.tokens];
     let mut exact = Exact { lse, ..Exact::default() };
@@ -34,19 +34,19 @@ struct Sequence<'a> {
     start: usize,
     /// Tokens.
     new: usize,
-    /// Rows before them; a negative number, of a call that appends nothing, is how many of the
-    /// first tokens have no row.
+    /// Rows before the call. For a call that appends nothing, a negative value is the number of
+    /// first tokens without a visible key.
     past: i64,
-    /// The row of the cache, through all blocks, that has each row of the sequence; none where no
-    /// token sees a row of the block, which may be another sequence's by now, or where the table
-    /// leads outside of the cache.
+    /// The cache row, through all blocks, of each row of the sequence. `None` for rows outside of
+    /// every window, whose blocks may belong to other sequences, and for table entries outside of
+    /// the cache.
     places: Vec<Option<usize>>,
     /// The row that takes each token, if any does.
     slots: Vec<Option<usize>>,
 }
 
 impl<'a> Sequence<'a> {
-    /// Those with tokens: of others nothing is read.
+    /// Sequences with tokens; the tables of other sequences are not read.
     fn all(p: &'a Problem, pages: Pages, io: &Io<'_>) -> Result<Vec<Self>> {
         let integers = |tensor: &Tensor| -> Vec<i64> {
             tensor.to_f64().into_iter().map(|x| x as i64).collect()
@@ -99,8 +99,7 @@ impl<'a> Sequence<'a> {
         })
     }
 
-    /// Writes the new rows into the cache: rotated keys and values as a prompt at these positions
-    /// would have them.
+    /// Writes the new rows into the cache: keys and values of a prefill at these positions.
     fn append(&self, io: &mut Io<'_>) -> Result<()> {
         let p = self.problem;
         let positions: Vec<_> = (self.past..self.past + self.new as i64).collect();
@@ -133,7 +132,7 @@ impl<'a> Sequence<'a> {
         Ok(())
     }
 
-    /// Copies the new rows, of `size` bytes each, to where they go.
+    /// Copies the new rows, of `size` bytes each, to their cache rows.
     fn scatter(&self, rows: &Tensor, cache: &mut Tensor, size: usize) -> Result<()> {
         let (p, cache) = (self.problem, cache.bytes_mut()?);
         for (i, row) in rows.bytes().chunks_exact(size).enumerate() {
@@ -145,7 +144,7 @@ impl<'a> Sequence<'a> {
         Ok(())
     }
 
-    /// Where scales of rows go that `call` computes or reads, if each row has one.
+    /// The per-token scales that `call` reads or writes, if the cache has them.
     fn room_for_scales(&self, call: &Problem) -> Result<Option<[Tensor; 2]>> {
         let Some(shape) = call.row_scales_shape() else { return Ok(None) };
         let zeros = |name| Tensor::try_zeros(name, DType::F32, &shape);
@@ -171,8 +170,7 @@ impl<'a> Sequence<'a> {
         self.compute(&call, io, None, [&mut key, &mut value], row_scales)
     }
 
-    /// Copies the sequence's rows, of `size` bytes each, side by side, head by head; where there is
-    /// none, zeros stay.
+    /// Gathers the sequence's rows, of `size` bytes each, head by head; missing rows stay zero.
     fn gather(&self, gathered: &mut Tensor, cache: &Tensor, size: usize) -> Result<()> {
         let (p, rows) = (self.problem, self.places.len());
         for (i, row) in gathered.bytes_mut()?.chunks_exact_mut(size).enumerate() {
@@ -213,7 +211,7 @@ impl<'a> Sequence<'a> {
             .get(self.start..self.start + self.new)
             .map(|words| -> Tensor { Array1::from(words.to_vec()).into() });
         let mut output = Tensor::zeros(p.dtype, &[0]);
-        // A prompt that is only appended attends to nothing.
+        // A prefill that only appends attends to nothing.
         let hidden = (0..self.places.len()).filter(|&row| self.places[row].is_none()).collect();
         compute_without(
             hidden,

@@ -1,4 +1,4 @@
-//! Rows of a quantized cache: quantization and dequantization.
+//! Quantization and dequantization of cache rows.
 
 use float8::F8E4M3;
 use gqa_plan::{QuantFormat, Quantization, Scales};
@@ -7,7 +7,7 @@ use gqa_plan::{QuantFormat, Quantization, Scales};
 pub(super) struct Codes {
     /// What its quantized values are.
     pub(super) how: Quantization,
-    /// One, one for each KV head, those of each KV head's elements, or those of the cache's rows.
+    /// The scales: one, one per KV head, one per channel, or one per cache row.
     pub(super) scales: Vec<f64>,
 }
 
@@ -31,8 +31,8 @@ impl Codes {
         }
     }
 
-    /// The scale with which a row's largest number gets the largest quantized value: a quotient of
-    /// single precision, or 1 where that is no normal number.
+    /// The per-token scale, which maps the row's largest absolute value to the largest quantized
+    /// value: a float32 quotient, or 1 where that is not a normal number.
     fn scale_of(&self, row: &[f64]) -> f64 {
         let most = match self.how.format {
             QuantFormat::Int8 => 127.0,
@@ -50,8 +50,7 @@ impl Codes {
         size / self.how.codes_per_element()
     }
 
-    /// A new row's quantized values. The quotient of a number and its scale is one of single
-    /// precision.
+    /// Quantizes a new row. Values are divided by the scale in float32.
     pub(super) fn encode(&mut self, row: Row, values: &[f64]) -> Vec<u8> {
         if self.how.scales == Scales::PerToken {
             self.scales[row.number] = self.scale_of(values);

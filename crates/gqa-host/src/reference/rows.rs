@@ -1,4 +1,4 @@
-//! Tensors as rows of numbers in double precision, and rounding back.
+//! Tensors as rows in double precision, and rounding back.
 
 use float8::F8E4M3;
 use gqa_plan::{Layout, Problem};
@@ -9,7 +9,7 @@ use half::{bf16, f16};
 pub(super) struct Heads {
     values: Vec<f64>,
     layout: Layout,
-    /// All heads of the tensor, of which these are some.
+    /// The number of heads of the whole tensor, of which these are a part.
     heads: usize,
     /// The first of these.
     first: usize,
@@ -81,9 +81,8 @@ pub(super) fn rounded(p: &Problem, mut values: Vec<f64>) -> Vec<f64> {
     values
 }
 
-/// `x` in single precision such that rounding it further gives what rounding `x` would: of the two
-/// neighbours of a value that does not fit, the one with an odd last bit, which is never in the
-/// middle between two shorter numbers.
+/// Rounds `x` to float32 such that rounding further gives the same as rounding `x` directly (round
+/// to odd): of the two neighbours of an inexact value, the one with an odd last bit.
 fn to_odd(x: f64) -> f32 {
     let nearest = x as f32;
     let bits = nearest.to_bits();

@@ -1,5 +1,5 @@
-//! A cache that is updated: `cache[b, head, index(b) + s] = update[b, head, s]`, the index modulo
-//! the cache's rows where it is circular.
+//! Cache updates: `cache[b, head, index(b) + s] = update[b, head, s]`, with the index modulo the
+//! cache's rows if it is circular.
 
 use super::rows::place;
 use crate::backend::Io;

@@ -267,7 +267,7 @@ fn masks_of_operator_set_23() {
     }
 }
 
-/// Which keys each row sees, as rows of `x` and `.`: queries are zero, so that all visible keys
+/// The visible keys of each row, as rows of `x` and `.`: queries are zero, so that all visible keys
 /// weigh the same, and values are unit vectors, so that an output row is its weights.
 #[derive(Default)]
 struct Seen {
@@ -318,7 +318,7 @@ impl Seen {
             .collect()
     }
 
-    /// On every back end, in float32 and float16, by every way that the planner has.
+    /// On every back end, in float32 and float16, by every kernel that the planner can choose.
     fn is(self, want: &[&str]) {
         let unfused = PlanOptions {
             disable_flash_attention: true,
@@ -393,7 +393,7 @@ fn masks_hide_and_are_padded() {
     let hidden = f32::NEG_INFINITY;
     seen(numbers(&[1, 1, 1, 2], &[0.0, hidden]), 3).is(&["x..", "x.."]);
     seen(numbers(&[2, 2], &[hidden; 4]), 2).is(&["..", ".."]);
-    // The lowest number is only a number: of equals, each weighs the same.
+    // The lowest number is an ordinary bias: equal scores have equal weights.
     seen(numbers(&[2, 2], &[-65504.0, -65504.0, 0.0, -65504.0]), 2).is(&["xx", "x."]);
     let capped = Attention::new().softcap(0.5);
     Seen { op: capped, rows: 1, new: 2, mask: numbers(&[2], &[hidden, 0.0]), ..Seen::default() }

@@ -69,7 +69,7 @@ fn names(plan: &Plan) -> Vec<&'static str> {
     plan.launches().iter().map(name).collect()
 }
 
-/// The family of the attention kernel, and what became of flash attention's simplest.
+/// The family of the attention kernel, and the decision about plain flash attention.
 fn reaches(shape: Shape, op: &Attention) -> (Family, String) {
     let plan = planned(&shape.problem(op));
     let mut families = plan.launches().iter().map(|launch| launch.entry().family);
@@ -254,7 +254,7 @@ fn a_call_without_work_has_no_launches() {
     assert_eq!(launches(none(0, 512, None), Attention::new()), [""; 0]);
     assert_eq!(launches(none(0, 0, Some(0)), Attention::new()), [""; 0]);
     assert_eq!(launches(none(0, 0, None), Attention::new().present(true)), [""; 0]);
-    // Present takes what there is, and that is all.
+    // Present takes the given rows, and the call ends there.
     assert_eq!(launches(none(0, 512, Some(9)), Attention::new()), ["concat_new_to_past_kv"]);
     let present = Attention::new().present(true);
     assert_eq!(launches(none(0, 512, None), present), ["concat_new_to_past_kv"]);

@@ -1,5 +1,5 @@
-//! The CPU back end where random calls rarely lead: long and cut work, edges of tiles, NaN in what
-//! nobody may see.
+//! The CPU back end in cases that random calls rarely reach: long and split work, edges of tiles,
+//! NaN in hidden rows.
 
 use gqa_host::backend::IoViews;
 use gqa_host::backend::cpu::Cpu;
@@ -75,7 +75,7 @@ impl Call {
         (outputs, cache)
     }
 
-    /// Asserts that the CPU's results are the reference's.
+    /// Asserts that the CPU's results match the reference.
     #[track_caller]
     fn check(&self, tolerance: f64) {
         let (got, cache) = self.run(&Cpu::default());
@@ -111,7 +111,7 @@ fn near(got: &Tensor, want: &Tensor, tolerance: f64) {
     }
 }
 
-/// One token after thousands: keys in several parts, of different numbers in each sequence.
+/// One token after thousands: keys in several parts, in different numbers for each sequence.
 #[test]
 fn tokens_after_long_pasts() {
     for past in [&[3000][..], &[1023, 1024, 2500], &[2047, 5]] {
@@ -122,7 +122,7 @@ fn tokens_after_long_pasts() {
         .check(2e-6);
 }
 
-/// Rows and keys one less and one more than tiles, panels and tasks take.
+/// Rows and keys one less and one more than a tile, a panel and a task.
 #[test]
 fn edges_of_tiles() {
     for rows in [15, 16, 17, 63, 64, 65] {
@@ -163,7 +163,7 @@ fn what_a_row_does_not_see_does_not_matter() {
     }
 }
 
-/// How many threads share the work does not show in the result.
+/// The number of threads does not change the result.
 #[test]
 fn results_do_not_depend_on_threads() {
     for (rows, past) in [(1, 3000), (100, 300)] {
@@ -178,7 +178,7 @@ fn results_do_not_depend_on_threads() {
 
 #[test]
 fn sequences_share_blocks_that_are_only_read() {
-    // Two sequences of three tokens, the last two of which ask, in the same block of four.
+    // Two sequences of three tokens, the last two of them queries, in one block of four.
     let layer = Layer::new(DType::F32, Heads { query: 1, kv: 1, size: 8 });
     let call = Paged::new(2, 4, [1, 4, 1]).most_tokens(2).longest(3);
     let values: Vec<f32> = (0..4 * 8).map(|i| (i / 8) as f32).collect();

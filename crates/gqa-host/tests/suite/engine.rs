@@ -1,4 +1,4 @@
-//! Calls as an engine describes them are those of the operators.
+//! Calls described by an engine equal those of the operators.
 
 use crate::step;
 use gqa_host::backend::{Backend, cpu::Cpu};
@@ -236,10 +236,10 @@ fn bounds_of_paged_calls_that_contradict_each_other_are_refused() {
         assert_eq!(layer().paged(call).unwrap_err().to_string(), want);
     }
     for call in [
-        // Bounds that are not said, or as large as they can be.
+        // Bounds that are not given, or as large as possible.
         call.most_tokens(12).longest(128),
         call.most_tokens(0).longest(0),
-        // A sequence of a cache that has the tokens already may have fewer keys than tokens.
+        // A sequence whose tokens are already cached may have fewer keys than tokens.
         call.most_tokens(9).longest(8).appended(),
         // Tokens that belong to no sequence, and sequences without new tokens.
         call.most_tokens(1),

@@ -1,4 +1,4 @@
-//! Calls over keys and values that are all there are, on the CPU against the definition.
+//! Calls over given keys and values without a cache, on the CPU against the reference.
 
 use gqa_host::backend::{Backend, Io, IoViews, cpu::Cpu};
 use gqa_host::engine::{External, Heads, Layer, Rope};
@@ -17,7 +17,7 @@ fn noise(shape: &[usize], seed: usize) -> Tensor {
     Tensor::from_f32(DType::F32, shape, &values).unwrap()
 }
 
-/// What is added to scores; what is behind the keys is no number.
+/// The bias; columns past the keys are NaN.
 fn bias(shape: &[usize], keys: usize) -> Tensor {
     let mut values: Vec<f32> = noise(shape, 5).to_f64().into_iter().map(|x| x as f32).collect();
     values.chunks_mut(shape[3]).for_each(|row| row[keys..].fill(f32::NAN));
@@ -83,7 +83,7 @@ fn lengths_windows_and_sinks_are_those_of_the_definition() {
     }
 }
 
-/// Rows of keys and values that are all the same one in memory.
+/// Rows of keys and values that all share the same memory (stride 0).
 #[test]
 fn keys_may_have_a_stride_of_0() -> Result<()> {
     let heads = Heads { query: 1, kv: 1, size: 8 };

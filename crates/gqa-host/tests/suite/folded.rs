@@ -1,5 +1,5 @@
-//! Constants of a plan in the text of its kernels: which bytes they are, and that the text with
-//! them gives every register the value that the shipped text loads.
+//! Constants folded into a plan's kernels: which bytes they are, and that the folded text gives
+//! every register the value that the general text loads.
 
 use gqa_host::driver::{Shipped, shipped};
 use gqa_host::engine::{Dense, Heads, Layer, Paged};
@@ -11,7 +11,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::Path;
 
-/// Parameters that no kernel has as many of, and more bytes than each has.
+/// More parameters, and larger ones, than any kernel has.
 const PARAMETERS: usize = 32;
 const BYTES: usize = 512;
 
@@ -195,7 +195,7 @@ fn calls() -> Vec<Problem> {
     layers.iter().flat_map(of).chain(quantized).collect()
 }
 
-/// The hot kernels of these calls with what the layers fix, as the drivers of two GPUs get them.
+/// The hot kernels of these calls with the layers' constants, as two GPUs' drivers get them.
 fn folded_kernels() -> BTreeSet<(&'static str, &'static str, String)> {
     let mut found = BTreeSet::new();
     for (problem, (name, arch)) in calls()

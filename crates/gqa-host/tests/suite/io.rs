@@ -1,5 +1,5 @@
-//! Back ends compute on the tensors of a problem and on no others: whatever else they are given is
-//! an error that names it.
+//! Back ends check the tensors of a call against its problem: any other tensor is an error that
+//! names it.
 
 use gqa_host::backend::{Backend, Io, cpu::Cpu};
 use gqa_host::op::{
@@ -78,7 +78,7 @@ impl Call {
         Self { problem, tensors: Given { outputs: Some(outputs), ..tensors } }
     }
 
-    /// What each back end says when `spoil` has changed the call's tensors.
+    /// The error of each back end after `spoil` has changed the call's tensors.
     fn run(&mut self, spoil: impl Fn(&mut Io<'_>)) -> [String; 2] {
         let mut outputs = self.tensors.outputs.clone().unwrap();
         let backends: [&dyn Backend; 2] = [&Cpu::default(), &Reference];
@@ -150,7 +150,7 @@ fn a_tensor_that_is_missing_or_not_wanted_is_refused() {
     answers(call.run(|_| ()), "output_qk: got a tensor; allowed: none, as the problem has none");
 }
 
-/// The CPU writes positions of its own for a rolling cache.
+/// For a rolling cache the CPU computes positions itself.
 #[test]
 fn an_input_that_is_not_wanted_is_not_looked_at() {
     let float = |shape: &[usize]| {

@@ -1,5 +1,5 @@
-//! What gqa-host does without a GPU, in one program: each of its modules would else be linked with
-//! the whole crate.
+//! Tests of gqa-host without a GPU, in one program: separate programs would each link the whole
+//! crate.
 
 #[cfg(feature = "sim")]
 mod attention;

@@ -1,4 +1,4 @@
-//! Every rule of PagedAttention: the message names the argument, what was got and what is allowed.
+//! Every rule of PagedAttention: the message names the argument, the value and the allowed values.
 
 use gqa_host::op::{Bounds, PagedAttention, PagedCache, PagedInputs, PagedShapes, QuantType};
 use gqa_host::{
@@ -6,7 +6,7 @@ use gqa_host::{
 };
 use ndarray::{Array, Array1};
 
-/// A legal call to spoil: sequences of 3 and 1 new tokens behind 2 and 6 rows, 4 query heads over 2
+/// A legal call to damage: sequences of 3 and 1 new tokens after 2 and 6 rows, 4 query heads over 2
 /// KV heads of size 16, blocks of 4 rows.
 struct Call {
     op: PagedAttention,
@@ -212,7 +212,7 @@ fn lengths() {
     );
     refuses(
         starts(&[0, 5, 4]),
-        "cumulative_sequence_length: got 4 behind 5 at 2; allowed: numbers none of which is less than the one before",
+        "cumulative_sequence_length: got 4 behind 5 at 2; allowed: integers in ascending order",
     );
     accepts(starts(&[0, 4, 4]));
     refuses(
@@ -221,7 +221,7 @@ fn lengths() {
     );
     refuses(
         Call { past: ints(&[10, 6]), ..Call::new() },
-        "past_seqlens: got 10 for batch entry 0, which has 3 new tokens; allowed: up to 12 in all, the rows of its blocks",
+        "past_seqlens: got 10 for batch entry 0, which has 3 new tokens; allowed: up to 12 rows in total, the size of its blocks",
     );
     refuses(
         Call { past: Tensor::zeros(DType::I64, &[2]), ..Call::new() },
@@ -232,7 +232,7 @@ fn lengths() {
     accepts(metadata(&[0, 0, 5]));
     refuses(
         metadata(&[2, 7]),
-        "attention_metadata: got [2, 7]; allowed: 0, or 3 and 7 or more, the most tokens of a sequence, new and in all",
+        "attention_metadata: got [2, 7]; allowed: 0, or at least 3 and 7, the largest number of new tokens and the longest sequence",
     );
     refuses(metadata(&[3]), "attention_metadata: got (1); allowed: (2) or (3)");
 }
@@ -259,7 +259,7 @@ fn without_tokens_nothing_is_looked_up() {
     assert!(accepts(no_sequences()).is_empty());
     refuses(
         Call { past: ints(&[2, 13]), ..none() },
-        "past_seqlens: got 13 for batch entry 1, which has 0 new tokens; allowed: up to 12 in all, the rows of its blocks",
+        "past_seqlens: got 13 for batch entry 1, which has 0 new tokens; allowed: up to 12 rows in total, the size of its blocks",
     );
     refuses(
         Call { query: float(&[1, 64]), starts: ints(&[1]), ..no_sequences() },
@@ -283,10 +283,10 @@ fn blocks() {
         table: table(2, values),
         ..Call::new()
     };
-    // Token 0 of sequence 1 is at position 6 and sees rows 4 to 6, all in the second block.
+    // Token 0 of sequence 1 is at position 6 and attends to rows 4 to 6, all in the second block.
     accepts(window(Call::new().op, &[4, 0, -9, -1, 1, 99]));
     accepts(window(Call::new().op.is_causal(0), &[4, 0, -9, i32::MAX, 1, 99]));
-    // Nothing is read of a sequence without tokens.
+    // The data of a sequence without tokens are not read.
     let idle = Call { starts: ints(&[0, 4, 4]), past: ints(&[2, 6]), ..Call::new() };
     accepts(Call { table: table(2, &[4, 0, -9, -1, 99, -1]), ..idle });
     let cache = |key: &[usize], value: &[usize]| {
@@ -310,7 +310,7 @@ fn blocks() {
     refuses(slots(&[0, 1]), "slot_mapping: got (2); allowed: (num_tokens = 4)");
     refuses(
         Call { tables: Some([float(&[6, 8]), float(&[6, 8])]), ..Call::rotary() },
-        "past_seqlens: got 6 for batch entry 1, which has 1 new tokens; allowed: up to 6 in all, the rows of cos_cache",
+        "past_seqlens: got 6 for batch entry 1, which has 1 new tokens; allowed: up to 6 rows in total, those of cos_cache",
     );
     refuses(
         Call { tables: Some([float(&[0, 8]), float(&[0, 8])]), ..Call::rotary() },
@@ -324,18 +324,18 @@ fn new_tokens_have_rows_of_their_own() {
     // Sequence 0 writes rows 2 to 4, sequence 1 row 6.
     refuses(
         Call { past: ints(&[1, 6]), ..tables(&[4, 0, -9, 3, 4, 99]) },
-        "block_table: got row 18 of the cache for token 2 of batch entry 0, which is new, and for \
-         token 6 of batch entry 1; allowed: a row for each new token that no other token has",
+        "block_table: got row 18 of the cache for new token 2 of batch entry 0 and for \
+         token 6 of batch entry 1; allowed: a cache row of its own for each new token",
     );
     refuses(
         tables(&[4, 0, -9, 0, 1, 99]),
-        "block_table: got row 0 of the cache for token 4 of batch entry 0, which is new, and for \
-         token 0 of batch entry 1; allowed: a row for each new token that no other token has",
+        "block_table: got row 0 of the cache for new token 4 of batch entry 0 and for \
+         token 0 of batch entry 1; allowed: a cache row of its own for each new token",
     );
     refuses(
         tables(&[4, 4, -9, 3, 1, 99]),
-        "block_table: got row 16 of the cache for token 4 of batch entry 0, which is new, and for \
-         token 0 of batch entry 0; allowed: a row for each new token that no other token has",
+        "block_table: got row 16 of the cache for new token 4 of batch entry 0 and for \
+         token 0 of batch entry 0; allowed: a cache row of its own for each new token",
     );
     // A prefix of both; all written before any is read; before the window.
     accepts(Call { past: ints(&[4, 6]), ..tables(&[3, 0, -9, 3, 1, 99]) });
@@ -343,8 +343,8 @@ fn new_tokens_have_rows_of_their_own() {
     accepts(Call { op: Call::new().op.local_window_size(2), ..tables(&[4, 0, -9, 0, 1, 99]) });
     refuses(
         Call::new().slots(&[-1, 3, -1, 3]),
-        "slot_mapping: got row 3 of the cache for token 3 of batch entry 0, which is new, and for \
-         token 6 of batch entry 1; allowed: a row for each new token that no other token has",
+        "slot_mapping: got row 3 of the cache for new token 3 of batch entry 0 and for \
+         token 6 of batch entry 1; allowed: a cache row of its own for each new token",
     );
 }
 
@@ -473,12 +473,12 @@ fn shapes_alone() {
     assert_eq!(sizes(Bounds::default()), (3, 320));
     assert_eq!(sizes(Bounds { query_rows: 1, keys: 100 }), (1, 100));
     assert_eq!(sizes(Bounds { query_rows: 9, keys: 1000 }), (3, 320));
-    // Sequences may be shorter than what their blocks hold, and so may cos_cache.
+    // Sequences may be shorter than their blocks, and so may cos_cache.
     let tables = Some(desc(DType::BF16, &[50, 32]));
     let rotates = PagedAttention::new(4, 2).do_rotary(true);
     let few = PagedShapes { cos_cache: tables, sin_cache: tables, ..shapes(Bounds::default()) };
     assert_eq!(rotates.problem_from_shapes(&few).unwrap().total_len, 320);
-    // What a step reads of a table may be little: its size counts all the same.
+    // A step reads little of a table, but the table's full size counts.
     let refusal = |table: &[usize], tokens: usize| {
         let (query, starts) = ([tokens, 512], [table[0] + 1]);
         let bounds = Bounds { query_rows: 1, keys: 100 };

@@ -109,7 +109,7 @@ attention
   hopper_quantized       refused: the KV cache is not quantized
   hopper                 refused: does not take float32
   hopper_masked          refused: there is no attention_bias
-  tiled_tma              refused: needs TMA, which compute capability 8.0 has not
+  tiled_tma              refused: needs TMA, which compute capability 8.0 lacks
   tiled                  refused: does not take float32
   tiled_masked           refused: there is no attention_bias
   tiled_f32              chosen: gqa_tiled_f32_d64

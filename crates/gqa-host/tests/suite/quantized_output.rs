@@ -1,5 +1,5 @@
-//! Output in float8e4m3fn times a scale: every back end rounds what the definition gives, by
-//! kernels that write it and by a launch behind those that do not.
+//! Output in float8e4m3fn with a scale: every back end rounds the reference's result, by kernels
+//! that write float8 and by a launch that quantizes afterwards.
 
 use crate::step::{int, random, tolerance};
 use gqa_host::backend::Backend;
@@ -13,7 +13,7 @@ use gqa_host::{CacheBinding, DType, Layout, Tensor, TensorDesc};
 
 const CAPACITY: usize = 200;
 
-/// `rows` new rows of two sequences, the longer of which has `total` then, in heads of `size`.
+/// `rows` new rows in two sequences, the longer with `total` rows afterwards, in heads of `size`.
 #[derive(Clone, Copy, Debug)]
 struct Call {
     dtype: DType,
@@ -61,7 +61,7 @@ impl Call {
         operator.run_in_place(&inputs, &mut cache, backend).unwrap()
     }
 
-    /// Errs at the first element that is neither of the two neighbours of what it should be.
+    /// Errs at the first element that is not one of the two neighbours of the expected value.
     fn check(&self, backend: &dyn Backend, what: &str) {
         const LARGEST: f64 = 448.0;
         let (got, want) = (self.run(backend, true), self.run(&Reference, false));
@@ -72,7 +72,7 @@ impl Call {
             got.output.to_f64().into_iter().zip(want.output.to_f64()).enumerate()
         {
             let off = (got - (want / scale).clamp(-LARGEST, LARGEST)).abs() * scale;
-            // Half of the distance to the next number, for normal and for small ones.
+            // Half of the distance to the next value, for normal and for small ones.
             let rounding = (want.abs() / 16.0).max(scale / 1024.0);
             let allowed = rounding + 2.0 * tolerance(self.dtype) * (1.0 + want.abs());
             assert!(off <= allowed, "{what}, {self:?}: element {i} is {got} · {scale}, not {want}");

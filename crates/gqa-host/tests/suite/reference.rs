@@ -1,4 +1,4 @@
-//! The reference against numbers worked out by hand.
+//! The reference against results computed by hand.
 
 use gqa_host::backend::Io;
 use gqa_host::op::{GroupQueryAttention, Inputs, KvCache, Outputs, QuantType};
@@ -48,7 +48,7 @@ fn one_head() -> GroupQueryAttention {
     GroupQueryAttention::new(1, 1).scale(1.0).log_sum_exp(true)
 }
 
-/// A prompt of one sequence and one head. Queries are 1, so that keys are scores.
+/// A prefill of one sequence and one head. Queries are 1, so that keys are scores.
 struct Prompt {
     query: Tensor,
     key: Tensor,
@@ -123,7 +123,7 @@ fn sinks_join_the_denominator_only() {
     near(&first(&out.output), &[4.0, 6.0]);
     near(&out.output_qk.unwrap().to_f64(), &[0.5, 0.0, 0.25, 0.5]);
     near(&out.lse.unwrap().to_f64(), &[2f64.ln(), 4f64.ln()]);
-    // A sink of weight 5 wins over smooth_softmax; neither scale nor softcap touches it.
+    // A sink of weight 5 takes precedence over smooth_softmax; scale and softcap do not change it.
     let sink = float(&[1], &ln(&[5.0]));
     let inputs = Inputs { head_sink: Some(&sink), ..prompt.inputs() };
     let out = one_head().smooth_softmax(true).run(&inputs, &Reference).unwrap();
@@ -357,14 +357,14 @@ fn quantized_step(past: Tensor, bits: i64, scales: [&[f32]; 2], row: &[f32]) -> 
 #[test]
 fn codes_are_numbers_divided_by_their_scale() {
     let past = || Tensor::from(Array::from_shape_vec((1, 1, 1, 8), vec![1i8; 8]).unwrap());
-    // Halves go to the even code, and no code is beyond its range.
+    // Ties round to the even quantized value, and results are clamped.
     let row = [0.25, 0.75, -0.25, -0.75, 1.0, 100.0, -100.0, 63.25];
     let out = quantized_step(past(), 8, [&[0.5], &[0.25]], &row);
     let keys = [0.0, 2.0, 0.0, -2.0, 2.0, 127.0, -128.0, 126.0];
     let values = [1.0, 3.0, -1.0, -3.0, 4.0, 127.0, -128.0, 127.0];
     near(&out.present_key.to_f64(), &[[1.0; 8], keys].concat());
     near(&out.present_value.to_f64(), &[[1.0; 8], values].concat());
-    // Keys and values are what the quantized values say.
+    // Attention uses the dequantized keys and values.
     let query_key: f64 = row.iter().zip(keys).map(|(&q, k)| f64::from(q) * k * 0.5).sum();
     near(&out.output_qk.unwrap().to_f64()[1..], &[query_key]);
     near(&out.output.to_f64(), &values.map(|value| value * 0.25));
@@ -479,8 +479,8 @@ fn heads_may_come_before_rows() {
     assert_eq!(rows_first.present_value, out.present_value);
 }
 
-/// 1 + 2⁻¹¹ is between two float16 numbers: the cache holds it rounded to even, and so does
-/// attention see it.
+/// 1 + 2⁻¹¹ is between two float16 values: the cache holds it rounded to even, and attention uses
+/// that.
 #[test]
 fn rotated_rows_are_rounded_and_outputs_once() {
     let half =

@@ -1,4 +1,4 @@
-//! Scales of a quantized KV cache that are each of a row: what rows get that are no ordinary ones.
+//! Per-token scales of a quantized KV cache: rows with extreme values.
 
 use gqa_host::backend::cpu::Cpu;
 #[cfg(feature = "sim")]
@@ -85,7 +85,7 @@ fn check(backend: &str, format: QuantFormat, [codes, scales]: [Tensor; 2]) {
         QuantFormat::Int4 => assert_eq!(last >> 4, 1, "{backend}"),
         QuantFormat::Float8 => assert_eq!(last, 0xfe, "{backend}"),
     }
-    // What is finite beside an infinity or NaN is what it is by a scale of 1.
+    // Finite values next to an infinity or NaN are quantized with scale 1.
     assert_eq!(bytes[3][15], bytes[4][15], "{backend} {format}");
 }
 

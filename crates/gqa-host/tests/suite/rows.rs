@@ -1,4 +1,4 @@
-//! The operators that only move or rotate rows: RotaryEmbedding, and a cache update outside of
+//! Operators that only move or rotate rows: RotaryEmbedding, and cache updates outside of
 //! attention.
 
 use gqa_host::backend::Backend;
@@ -299,7 +299,7 @@ fn refusals_of_tensor_scatter() {
     refuses(op(), &[2, 3, 7, 4], None, "accepted");
     refuses(op().axis(1), &[2, 1, 7, 4], Some(&[2, 0]), "accepted");
     let axis =
-        "of 4 dimensions of past_cache; allowed: a dimension behind the first, which is the batch";
+        "of 4 dimensions of past_cache; allowed: a dimension after the first, which is the batch";
     for bad in [0, 4, -4, i64::MIN, i64::MAX] {
         refuses(op().axis(bad), &[2, 3, 7, 4], None, &format!("axis: got {bad} {axis}"));
     }

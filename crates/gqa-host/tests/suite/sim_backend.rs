@@ -1,4 +1,4 @@
-//! The simulated GPU as a back end: it agrees with the reference whatever it is told to be.
+//! The simulated GPU as a back end: it agrees with the reference for every simulated device.
 
 use crate::step;
 use crate::step::{
@@ -43,8 +43,8 @@ fn any_gpu_in_any_phase_agrees_with_the_reference() {
     }
 }
 
-/// A row whose scores exceed float32, so that their sums are no numbers, and with a sign, is
-/// computed beside others in tiles of which all rows see all keys, and leaves these as they are.
+/// A row whose scores overflow float32, so that its sums are NaN or infinite, is computed in one
+/// tile with others and does not change them.
 #[test]
 fn a_row_whose_scores_overflow_leaves_the_others() {
     const LARGE_ROW: usize = 5;
@@ -104,8 +104,8 @@ fn tensors_may_be_slices_of_larger_ones() {
     }
 }
 
-/// Rows that a call has appended, and one that finds them there: kernels that read blocks where
-/// they are, of few and of many tokens, and a GPU that gathers rows.
+/// A call that appends rows, and one whose cache already holds them: kernels that read blocks in
+/// place, for few and for many tokens, and a GPU that gathers rows.
 #[test]
 fn what_was_appended_to_blocks_may_be_read_again() {
     for (name, rotated, new) in [
@@ -124,8 +124,8 @@ fn what_was_appended_to_blocks_may_be_read_again() {
     }
 }
 
-/// The same over a paged KV cache: kernels that read it where it is, of few and of many tokens, and
-/// a GPU that gathers rows, where single tokens that nothing rotates are read where they are.
+/// The same over a paged KV cache: kernels that read blocks in place, for few and for many tokens,
+/// and a GPU that gathers rows, where single unrotated tokens are read in place.
 #[test]
 fn tokens_of_paged_calls_may_be_slices_of_larger_ones() {
     for (device_name, rotated, new) in [
@@ -149,7 +149,7 @@ fn tokens_of_paged_calls_may_be_slices_of_larger_ones() {
     }
 }
 
-/// Of zeros there is no root mean square, and the least epsilon is one that GPUs take for 0.
+/// The root mean square of zeros is 0, and GPUs flush the smallest epsilon to 0.
 #[test]
 fn rows_of_zeros_are_normalised_to_zeros() {
     let (heads, size) = (HEADS as usize, SIZE);
@@ -179,7 +179,7 @@ fn the_order_of_threads_does_not_matter() {
     assert!(outputs.iter().all(|output| *output == outputs[0]));
 }
 
-/// The output of a plan, which does not look into lengths as an operator that is applied does.
+/// The output of a plan, which does not check lengths as an applied operator does.
 fn executed(plan: &Plan, step: &Step) -> Vec<f64> {
     let mut cache = step.cache.clone();
     let inputs = step.inputs();
@@ -196,14 +196,14 @@ fn lengths_that_lead_outside_the_cache_are_clamped() {
     let step = Step::new(DType::F16, 1, &[20, 20], 20);
     let problem = step.problem();
     let plan = plan(&problem, &DeviceInfo::h200(), &PlanOptions::default()).unwrap();
-    // Lengths are checked when the operator is applied; what a graph replays with nobody checks.
+    // Lengths are checked when the operator is applied, but not when a graph replays.
     let wild = Step { seqlens_k: int(&[i32::MAX, -5]), ..step };
     let outputs = executed(&plan, &wild);
     let (full, empty) = outputs.split_at(outputs.len() / 2);
     assert!(full.iter().all(|x| x.is_finite()) && empty.iter().all(|x| *x == 0.0));
 }
 
-/// Queries that `hopper` rotates itself, on keys that are all in the cache.
+/// Queries that `hopper` rotates itself, with all keys in the cache.
 #[test]
 fn rows_behind_the_last_angles_are_nan() {
     const ANGLES: usize = 100;
@@ -213,7 +213,7 @@ fn rows_behind_the_last_angles_are_nan() {
     let step = Step { key: none(), value: none(), cos: table(4), sin: table(5), ..step };
     let plan = plan(&step.problem(), &DeviceInfo::h200(), &PlanOptions::default()).unwrap();
     assert!(plan.launches()[0].entry().arguments.contains(&"cos"), "{:?}", plan.launches());
-    // Positions 40 to 109 of the first sequence; as above, nobody checks.
+    // Positions 40 to 109 of the first sequence; as above, unchecked.
     let wild = Step { seqlens_k: int(&[109, 89]), ..step };
     let outputs = executed(&plan, &wild);
     let (wild, tame) = outputs.split_at(outputs.len() / 2);
@@ -233,7 +233,7 @@ fn what_the_planner_refuses_is_an_error() {
 }
 
 /// Output and caches of a call over a paged KV cache of three sequences with 3, 1 and 20 new
-/// tokens, whose token tensors have `rows` rows: those behind the last sequence's hold NaN.
+/// tokens, whose token tensors have `rows` rows: padding rows after the last sequence hold NaN.
 fn padded(
     rows: usize,
     slots: bool,
@@ -288,8 +288,8 @@ fn padded(
     [output, present_key.to_f64(), present_value.to_f64()]
 }
 
-/// As engines pad them so that calls of about as many tokens share a plan, and as the planner
-/// rounds their lengths.
+/// Padded as engines do, so that calls with similar numbers of tokens share a plan, and rounded as
+/// the planner does.
 #[test]
 fn rows_of_padding_are_nobodys() {
     let unfused = PlanOptions { disable_fused_kv: true, ..PlanOptions::default() };
@@ -313,8 +313,8 @@ fn assert_close_f64(got: &[f64], want: &[f64]) {
     assert!(got.len() == want.len() && worst < 2e-3, "off by {worst}");
 }
 
-/// A query that is infinite becomes a sum of float8 numbers, or one, which know no infinity: its
-/// row is no number, and the others are what they are.
+/// An infinite query cannot be a sum of float8 values, or one: its row becomes NaN, and the others
+/// are unchanged.
 #[test]
 fn an_infinite_query_is_no_number_in_float8() {
     const ROWS: usize = 40;

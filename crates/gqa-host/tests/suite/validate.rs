@@ -1,4 +1,4 @@
-//! Every rule of the operator: the message names the argument, what was got and what is allowed.
+//! Every rule of the operator: the message names the argument, the value and the allowed values.
 
 use gqa_host::op::{GroupQueryAttention, Inputs, KvCache, Outputs, QuantType, Shapes};
 use gqa_host::{
@@ -7,8 +7,8 @@ use gqa_host::{
 };
 use ndarray::Array;
 
-/// A legal call to spoil: batch 2, 4 query heads over 2 KV heads of size 16, 3 new rows after a
-/// past of up to 2 rows, without cache room to spare.
+/// A legal call to damage: batch 2, 4 query heads over 2 KV heads of size 16, 3 new rows after a
+/// past of up to 2 rows, without spare cache room.
 struct Call {
     op: GroupQueryAttention,
     query: Tensor,
@@ -96,7 +96,7 @@ impl Call {
         Self { past_key: past(), past_value: past(), ..Self::new() }
     }
 
-    /// A cache of such quantized values, and scales of so many elements.
+    /// A quantized cache of that format, with that many scales.
     fn quantized(how: QuantType, bits: i64, dtype: DType, scales: usize) -> Self {
         let past = || Some(Tensor::zeros(dtype, &[2, 2, 2, if bits == 4 { 8 } else { 16 }]));
         let scale = || Some(Tensor::from(Array::from_elem(scales, 0.5f32)));
@@ -420,7 +420,7 @@ fn lengths() {
     }
 }
 
-/// A sequence longer than total_sequence_length is legal, but not where something has
+/// A sequence longer than total_sequence_length is legal, except where a tensor has
 /// total_sequence_length columns or rows.
 #[test]
 fn lengths_beyond_the_total() {
@@ -448,7 +448,7 @@ fn lengths_beyond_the_total() {
             .with(|c| (c.cos_cache, c.sin_cache) = (cache(), cache())),
         &beyond("rows of cos_cache"),
     );
-    // Where nothing rotates they are not looked up.
+    // Without rotation, positions are not checked.
     accepts(token().with(|c| (c.cos_cache, c.sin_cache) = (cache(), cache())));
 }
 
@@ -596,7 +596,7 @@ fn quantized_caches() {
             assert_eq!(p.key_cache_shape(5), [2, 2, 5, if bits == 4 { 8 } else { 16 }]);
         }
     }
-    // A scale may have any shape, and what is not quantized may have one.
+    // A scale may have any shape, and may be given without quantization.
     let scales = || Some(Tensor::from(Array::from_elem((1, 2, 1, 16), 0.5f32)));
     accepts(Call { scales: [scales(), scales()], ..int8(QuantType::PerChannel, 32) });
     accepts(Call { scales: [scales(), None], ..Call::new() });
@@ -744,7 +744,8 @@ fn scales_of_rows_are_part_of_a_cache_that_past_and_present_share() {
     );
 }
 
-/// A cache of 6 rows that rolls under a window of 4, and one new row of each sequence, far behind.
+/// A rolling cache of 6 rows with a window of 4, and one new row of each sequence, far from the
+/// start.
 fn sliding() -> Call {
     let past = || Some(float(&[2, 2, 6, 16]));
     let new = || Some(float(&[2, 1, 32]));
@@ -872,7 +873,7 @@ fn nothing_new_to_append() {
     );
 }
 
-/// Scores of which there are more bytes than addresses.
+/// Scores with more bytes than the address space.
 #[test]
 fn outputs_that_do_not_fit_are_refused() {
     let query = [1, 1 << 29, 24];
@@ -883,7 +884,7 @@ fn outputs_that_do_not_fit_are_refused() {
     assert!(matches!(Outputs::new(&problem), Err(Error::OutOfMemory { .. })));
 }
 
-/// Shapes on a device are only numbers: sizes that no memory holds must not overflow anything.
+/// Shapes on a device are only integers: sizes beyond any memory must not overflow.
 #[test]
 fn shapes_alone() {
     fn desc(dtype: DType, shape: &[usize]) -> TensorDesc<'_> {

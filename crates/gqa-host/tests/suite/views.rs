@@ -205,7 +205,7 @@ fn a_cache_that_is_only_read_need_not_be_writable() {
     Cpu::default().run_on(&reads, &mut views(inputs(), &mut got, read())).unwrap();
     assert_eq!(got, want);
     let refused = Cpu::default().run_on(&appends, &mut views(inputs(), &mut got, read()));
-    let text = "present_key: got a tensor to be read; allowed: one to be written, as the call \
+    let text = "present_key: got a read-only tensor; allowed: a mutable one, as the call \
                 appends to it";
     assert_eq!(refused.unwrap_err().to_string(), text);
 }
@@ -232,7 +232,7 @@ fn a_paged_cache_to_which_no_token_goes_is_only_read() {
     Cpu::default().run_on(&problem, &mut views(inputs, &mut got, cache)).unwrap();
 
     for (b, length) in [(0, 20), (1, 3)] {
-        // The same rows in a cache of the sequence's own: (KV heads, rows, size).
+        // The same rows in a contiguous cache of the sequence: (KV heads, rows, size).
         let gathered = |cache: &[f32]| -> Vec<f32> {
             let place = |row: usize| table[b * 3 + row / 8] as usize * 8 + row % 8;
             let rows = (0..2).flat_map(|head| (0..length).map(move |row| (head, row)));

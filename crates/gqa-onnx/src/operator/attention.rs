@@ -53,7 +53,7 @@ pub(super) fn attributes_of(opset: i64) -> &'static [(&'static str, Kind)] {
     if opset < 25 { &ATTRIBUTES[..ATTRIBUTES.len() - WINDOWS] } else { &ATTRIBUTES }
 }
 
-/// The operator of a node, and the operator set that it is of.
+/// The operator of a node, and its operator set.
 pub(super) fn from_node(node: &NodeProto, opset: i64) -> Result<Attention> {
     let attributes = Attributes::of(node, attributes_of(opset))?;
     check_lists(node, inputs_of(opset), &OUTPUTS, &REQUIRED)?;
@@ -82,8 +82,7 @@ pub(super) fn from_node(node: &NodeProto, opset: i64) -> Result<Attention> {
     Ok(op)
 }
 
-/// A past becomes a part of present, which must be there to take it. Without a past, present is K
-/// and V.
+/// A past requires the output present, which contains it. Without a past, present is K and V.
 fn check_cache(node: &NodeProto) -> Result<()> {
     let past = is_named(&node.input, PAST_KEY);
     match [PRESENT_KEY, PRESENT_VALUE].iter().find(|&&i| !is_named(&node.output, i)) {

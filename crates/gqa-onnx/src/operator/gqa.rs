@@ -56,7 +56,7 @@ pub(super) const ATTRIBUTES: [(&str, Kind); 17] = [
 
 /// Positions of the inputs that must be there.
 pub(super) const REQUIRED: [usize; 3] = [0, 5, 6];
-/// Position of the output that qk_output asks for.
+/// The index of the output that qk_output controls.
 const OUTPUT_QK: usize = 3;
 
 /// The operator of a GroupQueryAttention node.
@@ -86,7 +86,7 @@ pub(super) fn from_node(node: &NodeProto) -> Result<GroupQueryAttention> {
         .qk_norm_epsilon(norm_epsilon(&attributes)?))
 }
 
-/// What is added to the mean squares of query and key, which both have the same.
+/// The epsilon of QK-norm, which query and key must share.
 fn norm_epsilon(attributes: &Attributes<'_>) -> Result<f32> {
     let both = attributes.float("qk_norm_epsilon").unwrap_or(1e-6);
     let [q, k] =
@@ -101,7 +101,7 @@ fn norm_epsilon(attributes: &Attributes<'_>) -> Result<f32> {
     }
 }
 
-/// k_quant_type or v_quant_type, in letters of either case.
+/// k_quant_type or v_quant_type, case-insensitive.
 pub(super) fn quant_type(attributes: &Attributes<'_>, name: &'static str) -> Result<QuantType> {
     let word = attributes.text(name).unwrap_or_else(|| "NONE".to_owned());
     match word.to_ascii_uppercase().as_str() {
@@ -125,7 +125,7 @@ pub(super) fn problem(op: &GroupQueryAttention, arguments: &Arguments) -> Result
     Ok(op.problem(&inputs(arguments)?, CacheBinding::Separate)?)
 }
 
-/// Computes the outputs. output_qk is zero where it is asked for and qk_output leaves it undefined.
+/// Computes the outputs. output_qk is zero where the node has it and qk_output leaves it undefined.
 pub(super) fn run(
     op: &GroupQueryAttention,
     arguments: &Arguments,

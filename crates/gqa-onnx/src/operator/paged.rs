@@ -95,7 +95,7 @@ pub(super) fn problem(op: &PagedAttention, arguments: &Arguments) -> Result<Prob
     Ok(op.problem(&inputs(arguments)?, &cache(arguments)?)?)
 }
 
-/// Computes the output and both caches, which here are others than those given.
+/// Computes the output and both caches. The given caches are not changed.
 pub(super) fn run(
     op: &PagedAttention,
     arguments: &Arguments,

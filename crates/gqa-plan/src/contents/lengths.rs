@@ -1,4 +1,4 @@
-//! What is in the integers that say where sequences and their rows are.
+//! Checks of the integers that locate sequences and their rows.
 
 use super::integers;
 use super::written::{Places, Written};
@@ -11,8 +11,8 @@ const STARTS: &str = "cumulative_sequence_length";
 
 /// Lengths in host memory.
 pub struct PagedLengths {
-    /// Of each sequence: rows before the call, and new ones. A token that has no row is not among
-    /// these.
+    /// For each sequence, the rows before the call and the new ones. Tokens without a cache row are
+    /// not counted.
     sequences: Vec<[usize; 2]>,
     /// The most tokens that any brings.
     most_tokens: usize,
@@ -39,8 +39,8 @@ impl PagedLengths {
         })
     }
 
-    /// `before` makes of a length and the new tokens the fewest rows before them that are allowed,
-    /// and those that there are.
+    /// `before` maps a length and the number of new tokens to the least number of rows before them
+    /// that is allowed, and the actual number.
     fn new(
         inputs: &Tensors<TensorView<'_>>,
         tokens: usize,
@@ -54,7 +54,7 @@ impl PagedLengths {
         ];
         if ends != [Some(0), i64::try_from(tokens).ok()] || starts.len() != lengths.len() + 1 {
             let got = format!("{starts:?}");
-            let allowed = format!("{} numbers from 0 to num_tokens = {tokens}", lengths.len() + 1);
+            let allowed = format!("{} integers from 0 to num_tokens = {tokens}", lengths.len() + 1);
             return Err(Error::invalid(STARTS, got, allowed));
         }
         let (mut sequences, mut most_tokens) = (Vec::new(), 0);
@@ -62,7 +62,7 @@ impl PagedLengths {
             let (length, new) = (i64::from(length), i64::from(ends[1]) - i64::from(ends[0]));
             if new < 0 {
                 let got = format!("{} behind {} at {}", ends[1], ends[0], b + 1);
-                let allowed = "numbers none of which is less than the one before";
+                let allowed = "integers in ascending order";
                 return Err(Error::invalid(STARTS, got, allowed));
             }
             let (least, past) = before(length, new);
@@ -94,7 +94,7 @@ impl PagedLengths {
             let rows = pages.per_sequence * pages.block_size;
             if past + new > rows {
                 let got = format!("{past} for batch entry {b}, which has {new} new tokens");
-                let allowed = format!("up to {rows} in all, the rows of its blocks");
+                let allowed = format!("up to {rows} rows in total, the size of its blocks");
                 return Err(Error::invalid("past_seqlens", got, allowed));
             }
         }
@@ -130,9 +130,9 @@ impl PagedLengths {
         Ok(())
     }
 
-    /// Errs unless every new token that is written has a row of the cache to itself. With
-    /// slot_mapping all tokens are written before any is read; without it a sequence may not read
-    /// what another one writes. Where nothing is written, sequences may share all that they read.
+    /// Checks that every written token has a cache row to itself. With slot_mapping all tokens are
+    /// written before any is read; without it a sequence may not read a row that another one
+    /// writes. A call that writes nothing may share all rows among sequences.
     fn check_written(&self, p: &Problem, places: Places<'_>) -> Result<()> {
         if p.reads_pages_only() {
             return Ok(());
@@ -147,18 +147,18 @@ impl PagedLengths {
         Ok(())
     }
 
-    /// Errs unless cos_cache has the positions of all new rows.
+    /// Checks that cos_cache has the positions of all new rows.
     fn check_positions(&self, p: &Problem) -> Result<()> {
         let Some(rotary) = p.rotary else { return Ok(()) };
         let outside = |&[past, new]: &[usize; 2]| new > 0 && past + new > rotary.max_positions;
         let Some(b) = self.sequences.iter().position(outside) else { return Ok(()) };
         let [past, new] = self.sequences[b];
         let got = format!("{past} for batch entry {b}, which has {new} new tokens");
-        let allowed = format!("up to {} in all, the rows of cos_cache", rotary.max_positions);
+        let allowed = format!("up to {} rows in total, those of cos_cache", rotary.max_positions);
         Err(Error::invalid("past_seqlens", got, allowed))
     }
 
-    /// Errs unless sequences are as short as the problem says.
+    /// Checks that sequences are within the problem's bounds.
     fn check_bounds(&self, p: &Problem) -> Result<()> {
         let Bounds { query_rows, keys } = self.bounds();
         for (argument, got, most) in
@@ -173,7 +173,7 @@ impl PagedLengths {
     }
 }
 
-/// The slots; errs unless new rows go into the cache or nowhere.
+/// The slots; errs unless each is a cache row, or -1.
 fn checked_slots(pages: Pages, slots: TensorView<'_>) -> Result<&[i32]> {
     let rows = (pages.blocks * pages.block_size) as i64;
     let slots = integers("slot_mapping", slots)?;
@@ -186,8 +186,7 @@ fn checked_slots(pages: Pages, slots: TensorView<'_>) -> Result<&[i32]> {
     }
 }
 
-/// The most that a sequence has; 0: not known. Kernels are chosen and scratch memory is sized by
-/// it.
+/// A bound on the lengths, by which kernels are chosen and scratch memory is sized; 0: not known.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Bounds {
     /// New tokens.

@@ -1,5 +1,5 @@
-//! What is in lengths, positions and scales. Checked where that is in host memory; kernels clamp it
-//! where it is not.
+//! Checks of lengths, positions and scales that are in host memory. Kernels clamp what is on the
+//! device.
 
 mod lengths;
 mod written;
@@ -36,8 +36,8 @@ pub fn check_on_device(p: &Problem, inputs: &Tensors<TensorView<'_>>) -> Result<
     }
 }
 
-/// Errs unless lengths, positions and blocks lead into tensors, but for sequences that are `empty`
-/// by the index of their last token.
+/// Checks lengths, positions and block indices. `empty` says which last-token index marks a
+/// sequence without rows.
 fn check_indices(
     p: &Problem,
     inputs: &Tensors<TensorView<'_>>,
@@ -69,7 +69,7 @@ pub fn integers<'a>(argument: &'static str, tensor: TensorView<'a>) -> Result<&'
     }
 }
 
-/// Errs unless all new rows of an update go into the cache.
+/// Checks that all rows of an update go into the cache.
 fn check_first_rows(p: &Problem, mode: WriteMode, first: TensorView<'_>) -> Result<()> {
     const NAME: &str = "write_indices";
     let last = match mode {
@@ -85,7 +85,7 @@ fn check_first_rows(p: &Problem, mode: WriteMode, first: TensorView<'_>) -> Resu
     Ok(())
 }
 
-/// Errs unless numbers can be divided by every scale.
+/// Checks that every scale is a finite nonzero number.
 fn check_scale(inputs: &Tensors<TensorView<'_>>, id: TensorId) -> Result<()> {
     let Some(TensorView::F32(scales)) = inputs.input(id) else { return Ok(()) };
     match scales.iter().position(|scale| !scale.is_normal()) {
@@ -97,7 +97,7 @@ fn check_scale(inputs: &Tensors<TensorView<'_>>, id: TensorId) -> Result<()> {
     }
 }
 
-/// Lengths a sequence can have after the call, and what limits them.
+/// The range of a sequence's length after the call, and the reason for its limit.
 struct Limits {
     least: usize,
     most: (usize, &'static str),
@@ -126,7 +126,7 @@ impl Limits {
         Self { least, most: most.unwrap_or_default() }
     }
 
-    /// The length of entry `b`, whose last valid token has index `last`.
+    /// The length of batch entry `b`, whose last valid token has index `last`.
     fn length(&self, b: usize, last: i32) -> Result<usize> {
         let (least, (most, what)) = (self.least, self.most);
         match usize::try_from(i64::from(last) + 1) {
@@ -144,8 +144,8 @@ impl Limits {
     }
 }
 
-/// Errs unless the explicit positions of entry `b`'s tokens are rows of cos_cache. Padding may have
-/// any position.
+/// Checks that explicit positions of batch entry `b`'s tokens are rows of cos_cache. Padding may
+/// have any position.
 fn check_positions(
     p: &Problem,
     position_ids: Option<TensorView<'_>>,

@@ -1,4 +1,4 @@
-//! Which rows of the cache a call's new tokens are written to, and that nothing else is there.
+//! Which cache rows the new tokens of a call are written to, and whether each is written once.
 
 use crate::problem::Pages;
 use gqa_tensor::{Error, Result};
@@ -19,22 +19,22 @@ impl Places<'_> {
         if self.slot_mapping.is_some() { "slot_mapping" } else { "block_table" }
     }
 
-    /// The row of the cache, counted through all blocks, that `block_table` has for a position.
+    /// The cache row, counted through all blocks, of a position, by `block_table`.
     fn row(self, at: Position) -> Option<usize> {
         let size = self.pages.block_size;
         let first = self.first_row(at.sequence, at.position / size)?;
         Some(first + at.position % size)
     }
 
-    /// The first row of a sequence's block, if that is one of the cache.
+    /// The first row of a sequence's block; `None` outside of the cache.
     fn first_row(self, sequence: usize, block: usize) -> Option<usize> {
         let block = self.block_table[sequence * self.pages.per_sequence + block];
         let block = usize::try_from(block).ok().filter(|&block| block < self.pages.blocks)?;
         Some(block * self.pages.block_size)
     }
 
-    /// The row that takes a new token, the `token`th of the call; none takes those of slot -1, or
-    /// of a block outside of the cache.
+    /// The cache row of new token `token` of the call; `None` for slot -1 and for blocks outside of
+    /// the cache.
     fn written(self, token: usize, at: Position) -> Option<usize> {
         match self.slot_mapping {
             Some(slots) => usize::try_from(slots[token]).ok(),
@@ -57,8 +57,7 @@ pub(super) struct Written<'a> {
 }
 
 impl<'a> Written<'a> {
-    /// Of sequences of so many rows before the call, and new ones. Errs where two tokens would be
-    /// written to one row.
+    /// Collects the written rows. Errs where two tokens would be written to one row.
     pub(super) fn of(places: Places<'a>, sequences: &[[usize; 2]]) -> Result<Self> {
         let mut tokens = BTreeMap::new();
         let positions = sequences.iter().enumerate().flat_map(|(sequence, &[past, new])| {
@@ -73,7 +72,8 @@ impl<'a> Written<'a> {
         Ok(Self { places, tokens })
     }
 
-    /// Errs where a row that a sequence reads at one of these positions takes another token.
+    /// Errs where a row that a sequence reads, at one of these positions, is written for another
+    /// token.
     pub(super) fn check_reader(&self, sequence: usize, read: Range<usize>) -> Result<()> {
         let size = self.places.pages.block_size;
         for block in read.start / size..read.end.div_ceil(size) {
@@ -93,6 +93,6 @@ impl<'a> Written<'a> {
 fn shared(places: Places<'_>, row: usize, writer: Position, other: Position) -> Error {
     let [writer, other] =
         [writer, other].map(|at| format!("token {} of batch entry {}", at.position, at.sequence));
-    let got = format!("row {row} of the cache for {writer}, which is new, and for {other}");
-    Error::invalid(places.argument(), got, "a row for each new token that no other token has")
+    let got = format!("row {row} of the cache for new {writer} and for {other}");
+    Error::invalid(places.argument(), got, "a cache row of its own for each new token")
 }

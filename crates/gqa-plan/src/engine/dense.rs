@@ -37,7 +37,7 @@ impl Dense {
         Self::chunk(batch, 1, capacity)
     }
 
-    /// Up to `rows` tokens of each of `batch` sequences that begin with this call. Those of shorter
+    /// Up to `rows` tokens of each of `batch` sequences that begin with this call. Shorter
     /// sequences are padded at the right.
     pub const fn prefill(batch: usize, rows: usize, capacity: usize) -> Self {
         Self { longest: rows, ..Self::chunk(batch, rows, capacity) }
@@ -65,14 +65,14 @@ impl Dense {
         }
     }
 
-    /// No sequence is longer than that after the call. Where it is not said, none is longer than
-    /// the cache, and kernels are chosen for that.
+    /// Promises that no sequence is longer than this after the call. The default is the cache's
+    /// capacity. Kernels are chosen for this length.
     pub const fn longest(self, tokens: usize) -> Self {
         Self { longest: tokens, ..self }
     }
 
-    /// The cache holds the call's tokens already, as where layers share a cache: there is no `key`
-    /// and no `value`.
+    /// The cache already holds the call's tokens, as in models whose layers share a cache: the call
+    /// has no `key` and no `value`.
     pub const fn nothing_new(self) -> Self {
         Self { new_rows: 0, ..self }
     }
@@ -106,7 +106,8 @@ impl Dense {
         Self { packed: true, ..self }
     }
 
-    /// The int64 tensor `position_ids`, of shape (batch, rows), says where tokens rotate to.
+    /// The int64 tensor `position_ids`, of shape (batch, rows), has the RoPE positions of the
+    /// tokens.
     pub const fn explicit_positions(self) -> Self {
         Self { positions: true, ..self }
     }
@@ -116,11 +117,11 @@ impl Dense {
         Self { bias: Some([per_sequence, per_head]), ..self }
     }
 
-    /// The int64 tensor `tree_mask`, of shape (batch, rows), says which new tokens of its sequence
-    /// each new token sees: number `j` where bit `j` is set, itself and later ones too. All see the
-    /// keys before them. So a tree of drafts is checked at once, of up to 64 tokens. A token that
-    /// sees no key at all has output 0. [Positions](Self::explicit_positions) are those of the
-    /// tree, where the layer rotates.
+    /// The int64 tensor `tree_mask`, of shape (batch, rows), is a mask among the new tokens: token
+    /// `i` attends to new token `j` of its sequence where bit `j` of element `i` is set, including
+    /// itself and later ones. All attend to the past. One call verifies a tree of up to 64 draft
+    /// tokens. The output of a token without keys is 0. [Positions](Self::explicit_positions) must
+    /// be the positions in the tree, if the layer has RoPE.
     pub const fn tree_mask(self) -> Self {
         Self { tree_mask: true, ..self }
     }
@@ -136,20 +137,20 @@ impl Dense {
         Self { float32_output: true, ..self }
     }
 
-    /// `output` is float8e4m3fn, and the float32 tensor `output_scale`, of one element, times it is
-    /// meant.
+    /// `output` is float8e4m3fn, quantized by the float32 tensor `output_scale` of one element:
+    /// true output = stored output * output_scale.
     pub const fn float8_output(self) -> Self {
         Self { float8_output: true, ..self }
     }
 
-    /// Promises that the kernel launched just before this call writes nothing that the call reads
-    /// but query, key and value: the KV cache is fetched while that kernel still runs (programmatic
+    /// Promises that, of the call's inputs, the kernel launched just before it writes only query,
+    /// key and value. Then the KV cache is prefetched while that kernel still runs (programmatic
     /// dependent launch). If the promise is broken, results may be wrong.
     pub const fn prefetch_cache(self) -> Self {
         Self { prefetch_cache: true, ..self }
     }
 
-    /// Over a cache of float8e4m3fn, products may be of float8, too.
+    /// Allows float8 matrix products over a float8e4m3fn cache.
     pub const fn float8_products(self) -> Self {
         Self { float8_products: true, ..self }
     }
@@ -159,8 +160,8 @@ impl Layer {
     /// Checks a call.
     ///
     /// # Errors
-    /// Where a number of the layer or of the call is not what kernels take: the error names it as
-    /// it is called here, as in `heads.kv`, and a tensor by its ONNX name.
+    /// Where a value of the layer or of the call is not supported: the error names it as this
+    /// module does, as in `heads.kv`, and a tensor by its ONNX name.
     pub fn dense(&self, call: Dense) -> Result<Problem> {
         let Dense { batch, rows, capacity, longest, layout, strided, .. } = call;
         self.check_dense(&call)?;
@@ -222,7 +223,7 @@ impl Layer {
 }
 
 impl Dense {
-    /// The bias, with rows of their own for sequences and heads, or for all of them.
+    /// The bias, broadcast over sequences and heads or not.
     fn bias_of_rows(&self, heads: usize) -> Option<Bias> {
         self.bias.map(|[per_sequence, per_head]| Bias {
             batch: !per_sequence && self.batch != 1,

@@ -1,16 +1,16 @@
-//! Calls over keys and values that are all there are.
+//! Calls over given keys and values, without a KV cache.
 
 use super::Layer;
 use crate::problem::{Alignment, Bias, CacheBinding, Phase, Problem, ProblemFields, Strided};
 use gqa_tensor::{Error, Result};
 
-/// Attention to keys and values that are there already and stay where they are: `query` has shape
-/// (batch, rows, heads · size), `key` and `value` (batch, keys, KV heads · size), with any
-/// [`strides`](Self::strides). There is no KV cache, and nothing rotates.
+/// Attention over given keys and values, which stay in place: `query` has shape (batch, rows, heads
+/// · size), `key` and `value` (batch, keys, KV heads · size), with any [`strides`](Self::strides).
+/// There is no KV cache and no RoPE.
 ///
-/// The rows of a sequence are its last ones: row `i` of `n`, over `m` keys, stands at `i + m - n`.
-/// The int32 tensor `seqlens_k`, of shape (batch), has the index of each sequence's last key. Rows
-/// that see no key are 0, and their log-sum-exp is -inf.
+/// The query rows are the last positions of a sequence: row `i` of `n`, over `m` keys, has position
+/// `i + m - n`. The int32 tensor `seqlens_k`, of shape (batch), has the index of each sequence's
+/// last key. The output of rows without a visible key is 0, and their log-sum-exp is -inf.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct External {
     batch: usize,
@@ -47,12 +47,12 @@ impl External {
         }
     }
 
-    /// Sequences may be as short as that, as `seqlens_k` says.
+    /// Sequences may have as few keys as this; `seqlens_k` has the actual numbers.
     pub const fn shortest(self, keys: usize) -> Self {
         Self { shortest: keys, ..self }
     }
 
-    /// A query of a bidirectional layer sees at most so many keys behind its own position.
+    /// In a bidirectional layer, a query attends to at most this many keys after its own position.
     pub const fn right_window(self, keys: usize) -> Self {
         Self { right_window: Some(keys), ..self }
     }
@@ -68,8 +68,8 @@ impl External {
         Self { bias: Some(ExternalBias { per_sequence, per_head, boolean: true }), ..self }
     }
 
-    /// Rows of that tensor have so many elements, `keys` or more; those behind the keys are not
-    /// looked at. The fastest kernels want rows of a multiple of 16 bytes.
+    /// Rows of that tensor have this many elements, `keys` or more; the rest is ignored. The
+    /// fastest kernels need rows of a multiple of 16 bytes.
     pub const fn bias_columns(self, columns: usize) -> Self {
         Self { bias_columns: Some(columns), ..self }
     }
@@ -85,7 +85,7 @@ impl External {
         Self { lse: true, ..self }
     }
 
-    /// In the terms that flash attention knows, wherever rows stand where they do in these.
+    /// Rewrites positions as flash attention kernels know them, where that is equivalent.
     fn alignment(&self) -> (Phase, Alignment) {
         match self.rows {
             rows if rows == self.keys && self.shortest >= rows => {
@@ -99,12 +99,11 @@ impl External {
 }
 
 impl Layer {
-    /// Checks a call over keys and values that are all there are.
+    /// Checks a call over given keys and values.
     ///
     /// # Errors
     ///
-    /// As [`dense`](Self::dense), and where the layer rotates, normalizes or has a quantized KV
-    /// cache.
+    /// As [`dense`](Self::dense), and where the layer has RoPE, QK-norm or a quantized KV cache.
     pub fn external(&self, call: External) -> Result<Problem> {
         let External { batch, rows, keys, .. } = call;
         let right_window = call.right_window.filter(|_| !self.causal);
@@ -144,7 +143,7 @@ impl Layer {
 }
 
 impl External {
-    /// The bias or mask, whose rows have as many elements as keys or more.
+    /// The bias or mask, whose rows have as many elements as keys, or more.
     fn bias_of_rows(&self, heads: usize) -> Result<Option<Bias>> {
         let columns = self.bias_columns.unwrap_or(self.keys);
         if columns < self.keys {

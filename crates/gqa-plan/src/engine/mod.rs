@@ -1,11 +1,11 @@
 //! Calls as an inference engine describes them.
 //!
-//! A [`Layer`] says what all calls of an attention layer have in common: element type, heads, and
-//! what happens to scores, queries and keys. A call over it is [`Dense`], where each sequence has a
-//! KV cache of its own, or [`Paged`], where sequences of any lengths share one, or [`External`],
-//! where keys and values are all there are. Each becomes a [`Problem`](crate::problem::Problem), which a
-//! [`Planner`](crate::plan::Planner) turns into launches. Nothing here needs a tensor: an engine's
-//! memory is on the GPU.
+//! A [`Layer`] has the fixed properties of an attention layer: element type, heads, scale, softcap,
+//! window, RoPE and so on. A call over it is [`Dense`], where each sequence has a KV cache of its
+//! own, or [`Paged`], where sequences of any lengths share one, or [`External`], where keys and
+//! values are given and there is no cache. Each becomes a [`Problem`](crate::problem::Problem),
+//! which a [`Planner`](crate::plan::Planner) turns into launches. Descriptions have no tensors: an
+//! engine's memory is on the GPU.
 //!
 //! ```
 //! use gqa_plan::engine::{Dense, Heads, Layer, Rope};
@@ -69,9 +69,9 @@ impl Rope {
     }
 }
 
-/// An attention layer: what its calls have in common. Softmax is over
-/// `softcap · tanh(scale · q·k / softcap)` of the keys that a query sees: those up to its own
-/// position, unless [`bidirectional`](Self::bidirectional).
+/// An attention layer: the properties that all its calls share. Softmax is over `softcap ·
+/// tanh(scale · q·k / softcap)` of the visible keys: up to the query's own position, unless
+/// [`bidirectional`](Self::bidirectional).
 #[derive(Clone, Debug, PartialEq)]
 pub struct Layer {
     dtype: DType,
@@ -87,8 +87,8 @@ pub struct Layer {
 }
 
 impl Layer {
-    /// A causal layer of that element type: float32, float16 or bfloat16. Whether the numbers make
-    /// sense is checked with each call.
+    /// A causal layer with that element type: float32, float16 or bfloat16. Values are checked with
+    /// each call.
     pub const fn new(dtype: DType, heads: Heads) -> Self {
         Self {
             dtype,
@@ -104,7 +104,7 @@ impl Layer {
         }
     }
 
-    /// The factor on q·k; 1/√size where it is not given.
+    /// The scale of q·k; the default is 1/√size.
     pub fn scale(self, scale: f32) -> Self {
         Self { scale: Some(scale), ..self }
     }
@@ -114,7 +114,7 @@ impl Layer {
         Self { softcap: Some(softcap), ..self }
     }
 
-    /// Sliding-window attention: a query sees the newest `keys` keys, its own included.
+    /// Sliding-window attention: a query attends to the newest `keys` keys, including its own.
     pub fn window(self, keys: usize) -> Self {
         Self { window: Some(keys), ..self }
     }
@@ -157,10 +157,10 @@ impl Layer {
         self.quantized.map_or(self.dtype, Quantization::dtype)
     }
 
-    /// What the layer fixes of each call, whose head sizes are multiples of `unit`.
+    /// The fields of a call that the layer fixes. Head sizes must be multiples of `unit`.
     ///
     /// # Errors
-    /// Where kernels do not take the layer's numbers.
+    /// Where values of the layer are not supported.
     fn fields(&self, operator: &'static str, unit: usize) -> Result<ProblemFields> {
         let Heads { query, kv, size } = self.heads;
         if !matches!(self.dtype, DType::F32 | DType::F16 | DType::BF16) {
@@ -189,21 +189,21 @@ impl Layer {
         })
     }
 
-    /// The window, where it is shorter than `longest` tokens; none hides nothing.
+    /// The window, if it is shorter than `longest` tokens; a longer one hides nothing.
     fn window_within(&self, longest: usize) -> Option<usize> {
         self.window.filter(|&window| window < longest)
     }
 }
 
 impl Rope {
-    /// Rotates to positions that follow from lengths.
+    /// RoPE with positions that follow from the lengths.
     fn implicit(self) -> Rotary {
         let Self { dim, positions, interleaved } = self;
         Rotary { dim, interleaved, max_positions: positions, explicit: None }
     }
 }
 
-/// What the rows of a call are that no sequence exceeds `longest` tokens after.
+/// The phase of a call in which no sequence exceeds `longest` tokens afterwards.
 fn phase(rows: usize, longest: usize) -> Phase {
     match rows {
         _ if rows == longest => Phase::FirstPrompt,

@@ -4,15 +4,15 @@ use super::Layer;
 use crate::problem::{Pages, Phase, Problem, ProblemFields, RowStrides, Strided};
 use gqa_tensor::{Error, Result};
 
-/// A call of sequences of any numbers of new tokens over a paged KV cache of shape
-/// (blocks, block size, KV heads, size): `present_key` and `present_value`.
+/// A call over a paged KV cache, with any number of new tokens in each sequence; the cache has
+/// shape (blocks, block size, KV heads, size): `present_key` and `present_value`.
 ///
-/// The new tokens of all sequences lie one behind the other: `query` has shape
-/// (tokens, heads · size), `key` and `value` (tokens, KV heads · size). Where a sequence's tokens
-/// and rows are is read on the GPU, from int32 tensors: `cumulative_sequence_length`, of shape
-/// (sequences + 1), has the first token of each sequence and the number of tokens; `seqlens_k`, of
-/// shape (sequences), the tokens that each had before the call; `block_table`, of shape
-/// (sequences, blocks of a sequence), the block that holds each of its blocks of rows.
+/// The new tokens of all sequences are concatenated (varlen): `query` has shape (tokens, heads ·
+/// size), `key` and `value` (tokens, KV heads · size). The GPU reads lengths and block tables from
+/// int32 tensors: `cumulative_sequence_length`, of shape (sequences + 1), has the first token of
+/// each sequence, and then the number of tokens (cu_seqlens); `seqlens_k`, of shape (sequences),
+/// the number of tokens of each sequence before the call; `block_table`, of shape (sequences,
+/// blocks of a sequence), the cache blocks of each sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Paged {
     sequences: usize,
@@ -33,8 +33,8 @@ pub struct Paged {
 
 impl Paged {
     /// `tokens` new tokens of `sequences` sequences in all, over `blocks` blocks of `block_size`
-    /// rows, at most `blocks_per_sequence` of them for one sequence. There may be fewer tokens than
-    /// sequences, as a sequence may have no new token, and tokens behind the last sequence's.
+    /// rows, at most `blocks_per_sequence` of them for one sequence. A sequence may have no new
+    /// token, and padding tokens may follow the last sequence.
     pub const fn new(
         sequences: usize,
         tokens: usize,
@@ -63,14 +63,14 @@ impl Paged {
         Self { most_tokens: 1, ..Self::new(sequences, sequences, cache) }
     }
 
-    /// No sequence has more new tokens than that. Kernels are chosen and scratch memory is sized by
-    /// it; where it is not said, or 0, one may have them all.
+    /// A bound on the new tokens of a sequence, by which kernels are chosen and scratch memory is
+    /// sized. Not given, or 0: one sequence may have all tokens.
     pub const fn most_tokens(self, tokens: usize) -> Self {
         Self { most_tokens: tokens, ..self }
     }
 
-    /// No sequence is longer than that after the call; where it is not said, or 0, none is longer
-    /// than its blocks are.
+    /// A bound on the length of a sequence after the call. Not given, or 0: the size of its block
+    /// table.
     pub const fn longest(self, tokens: usize) -> Self {
         Self { longest: tokens, ..self }
     }
@@ -82,7 +82,7 @@ impl Paged {
     }
 
     /// Heads and tokens of the query are `head` and `row` elements apart, multiples of 16 bytes,
-    /// instead of being contiguous. All tokens are in one batch entry: `batch` means nothing.
+    /// instead of being contiguous. All tokens are in one batch entry, so that `batch` is not used.
     pub const fn query_strides(mut self, strides: RowStrides) -> Self {
         self.strided.query = Some(strides);
         self
@@ -94,41 +94,43 @@ impl Paged {
         self
     }
 
-    /// The int32 tensor `slot_mapping`, of shape (tokens), says which row of the cache, counted
-    /// through all blocks, takes a token's key and value; -1: none does.
+    /// The int32 tensor `slot_mapping`, of shape (tokens), has the cache row of each token, counted
+    /// through all blocks; -1: the token is not written.
     pub const fn slot_mapping(self) -> Self {
         Self { slots: true, ..self }
     }
 
-    /// `seqlens_k` has the tokens that each sequence has after the call, the new ones among them,
-    /// rather than those before it.
+    /// `seqlens_k` has the length of each sequence after the call, including the new tokens, rather
+    /// than before it.
     pub const fn total_lengths(self) -> Self {
         Self { counts_new: true, ..self }
     }
 
-    /// The new tokens' keys and values are in the cache already, where `block_table` says: there
-    /// are no tensors `key` and `value`. Where the layer rotates, only queries do.
+    /// The cache already holds the new tokens, at their places in `block_table`: the call has no
+    /// tensors `key` and `value`. RoPE applies to queries only.
     ///
     /// A sequence of a causal call may have fewer keys than tokens then, so that `seqlens_k` is
-    /// less than 0, or with [`total_lengths`](Self::total_lengths) less than its tokens: as many of
-    /// its first tokens see no key. Their output is 0, and their log-sum-exp minus infinity.
+    /// less than 0, or with [`total_lengths`](Self::total_lengths) less than its tokens: then that
+    /// many of its first tokens have no visible key. Their output is 0, and their log-sum-exp minus
+    /// infinity.
     pub const fn appended(self) -> Self {
         Self { appended: true, ..self }
     }
 
     /// `lse`, float32 of shape (heads, tokens), receives natural logarithms of the softmax
-    /// denominators. Prompts' rows are gathered for that.
+    /// denominators. Prefill rows are gathered for that.
     pub const fn log_sum_exp(self) -> Self {
         Self { lse: true, ..self }
     }
 
-    /// The int64 tensor `tree_mask`, of shape (tokens), says which new tokens of its sequence each
-    /// new token sees: number `j` where bit `j` is set, itself and later ones too. All see the keys
-    /// before them. So a tree of drafts is checked at once, of up to 64 tokens a sequence, which
-    /// [`most_tokens`](Self::most_tokens) promises. A token that sees no key at all has output 0.
+    /// The int64 tensor `tree_mask`, of shape (tokens), is a mask among the new tokens: a token
+    /// attends to new token `j` of its sequence where bit `j` is set, including itself and later
+    /// ones. All attend to the past. One call verifies a tree of up to 64 draft tokens per
+    /// sequence, which [`most_tokens`](Self::most_tokens) must promise. The output of a token
+    /// without keys is 0.
     ///
-    /// New tokens rotate, and are appended, one behind the other; whose positions are others come
-    /// rotated.
+    /// RoPE uses consecutive positions, in the order in which tokens are appended; rotate tokens
+    /// before the call if their positions in the tree differ.
     pub const fn tree_mask(self) -> Self {
         Self { tree_mask: true, ..self }
     }
@@ -201,7 +203,7 @@ impl Paged {
             let allowed = format!("up to {rows}, the rows of {blocks} blocks of {size}");
             return Err(Error::invalid("longest", longest, allowed));
         }
-        // Where the cache has all tokens already, some of them may see no key.
+        // Where the cache already holds the tokens, some of them may have no visible key.
         if longest > 0 && most > longest && !self.appended {
             let allowed = format!("up to {longest}, the longest sequence after the call");
             return Err(Error::invalid("most_tokens", most, allowed));

@@ -20,7 +20,7 @@ pub(super) fn strides(layout: RowLayout) -> Strides {
     Strides { batch: layout.batch as u64, head: layout.head as u64, row: layout.row as u64 }
 }
 
-/// A launch whose pointer arguments are found by name.
+/// A launch; pointer arguments are matched by name.
 pub(super) fn launch(
     entry: &'static Entry,
     grid: [u32; 3],
@@ -39,7 +39,7 @@ pub(super) fn launch(
     let [x, y, z] = grid;
     if x > i32::MAX as u32 || y.max(z) > 65535 {
         return Err(Error::NoKernel(format!(
-            "{} would need {x}x{y}x{z} blocks, more than CUDA starts",
+            "{} would need a grid of {x}x{y}x{z} CTAs, more than CUDA allows",
             entry.name
         )));
     }

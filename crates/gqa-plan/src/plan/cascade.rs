@@ -1,4 +1,4 @@
-//! The cascade: every family is asked in turn, and the first that can do the call does it.
+//! The cascade: asks every family in order; the first that supports the call computes it.
 
 use super::decision::{Decision, Rejection};
 use super::families::FAMILIES;
@@ -8,7 +8,7 @@ use crate::problem::Problem;
 use gqa_kernels::registry::{self, Entry, entries};
 use gqa_tensor::{Error, Result};
 
-/// The families that are asked about a contiguous KV cache, in order.
+/// The families for a contiguous KV cache, in order.
 pub fn candidates() -> impl Iterator<Item = registry::Family> {
     contiguous().map(|family| family.module())
 }
@@ -17,7 +17,7 @@ fn contiguous() -> impl Iterator<Item = &'static dyn Family> {
     FAMILIES.into_iter().filter(|family| !family.is_paged())
 }
 
-/// The first family that can do a call over a contiguous KV cache, and what became of each.
+/// The first family that supports a call over a contiguous KV cache, and the decision about each.
 pub(super) fn choose(call: &Call<'_>) -> Result<(Choice, Vec<Decision>)> {
     let mut chosen: Option<Choice> = None;
     let mut decisions = Vec::new();
@@ -59,7 +59,7 @@ fn quantizes(family: &dyn Family, p: &Problem) -> Result<(), Rejection> {
     }
 }
 
-/// Few families take a mask over the new tokens.
+/// Few families take a tree mask.
 fn takes_tree_mask(family: &dyn Family, p: &Problem) -> Result<(), Rejection> {
     let takes = |entry: &Entry| entry.family == family.module() && entry.takes("tree_mask");
     match p.tree_mask && !entries().any(takes) {

@@ -14,9 +14,9 @@ use gqa_tensor::{Error, Result};
 /// Chooses the kernels for `problem` on `device`.
 ///
 /// # Errors
-/// Where the device has no SMs, or more than a GPU has, and where the options' splits or cluster
-/// are none that kernels take. [`Error::NoKernel`] where no family takes the call, with each one's
-/// reason, or where the call does not take the kernel that `options` force.
+/// Where the device has no SMs, or more than a GPU has, and where the options force splits or a
+/// cluster size that no kernel supports. [`Error::NoKernel`] where no family takes the call, with
+/// each one's reason, or where the kernel that `options` force does not support the call.
 pub fn plan(problem: &Problem, device: &DeviceInfo, options: &PlanOptions) -> Result<Plan> {
     check_device(device)?;
     options.check()?;
@@ -43,7 +43,7 @@ pub fn plan(problem: &Problem, device: &DeviceInfo, options: &PlanOptions) -> Re
     })
 }
 
-/// The launches of a call over the KV cache that it has.
+/// The launches of a call, by the kind of its KV cache.
 fn composed(
     problem: &Problem,
     device: &DeviceInfo,
@@ -61,7 +61,7 @@ fn composed(
     }
 }
 
-/// Work is divided among SMs, and what they have together is counted in 32 bits.
+/// Work is divided among SMs, and totals over all SMs are counted in 32 bits.
 fn check_device(device: &DeviceInfo) -> Result<()> {
     const MOST: u32 = 4096;
     match device.multiprocessors {
@@ -70,7 +70,7 @@ fn check_device(device: &DeviceInfo) -> Result<()> {
     }
 }
 
-/// GQA_FORCE means that kernel or none, where there is something to do.
+/// GQA_FORCE means this kernel or an error, unless the call has nothing to do.
 fn check_forced(options: &PlanOptions, launches: &[Launch]) -> Result<()> {
     match options.force {
         Some(_) if launches.is_empty() => Ok(()),

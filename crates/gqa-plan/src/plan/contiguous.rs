@@ -15,7 +15,7 @@ use super::tree_mask::Expanded;
 use crate::problem::{CallKind, Problem};
 use gqa_tensor::{Error, Result};
 
-/// What a plan has of the kernels chosen: none where there is nothing to do.
+/// Launches and decisions for a call; empty where it has nothing to do.
 #[derive(Default)]
 pub(super) struct Composed {
     pub(super) launches: Vec<Launch>,
@@ -24,7 +24,7 @@ pub(super) struct Composed {
 }
 
 impl Composed {
-    /// For a call over a contiguous KV cache that does not roll.
+    /// Plans a call over a contiguous KV cache that does not roll.
     pub(super) fn of(
         problem: &Problem,
         device: &DeviceInfo,

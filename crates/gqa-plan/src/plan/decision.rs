@@ -50,21 +50,21 @@ pub enum Rejection {
     RowScales,
     /// The kernel appends to the cache that it reads.
     NotShared,
-    /// A piece of a tile of keys lies in one block of the paged KV cache.
+    /// A piece of a key tile must lie in one block of the paged KV cache.
     BlockSize {
         /// The call's.
         got: usize,
         /// Rows of a piece.
         need: u32,
     },
-    /// The kernel's rows end with the sequence or begin with it.
+    /// The kernel needs rows at the beginning or at the end of the sequence.
     Alignment {
         /// The call's.
         got: Alignment,
     },
     /// The kernel's windows end with the row's own key.
     Window,
-    /// Values and keys are of the same type and size in the kernel.
+    /// The kernel needs keys and values of the same type and size.
     Values {
         /// The call's type of values.
         dtype: DType,
@@ -90,9 +90,9 @@ pub enum Rejection {
     },
     /// More rows or blocks than the kernel counts.
     TooLarge,
-    /// Rows of keys or values of a head do not lie side by side.
+    /// Rows of a head's keys or values are not contiguous.
     Strided,
-    /// Blocks would have to be counted in more than the device's counters.
+    /// CTAs would exceed the range of the device's counters.
     Counters {
         /// What the call needs.
         need: usize,
@@ -106,29 +106,29 @@ pub enum Rejection {
         /// The kernel's, times ten.
         need: u32,
     },
-    /// A block needs more shared memory than the GPU has.
+    /// A CTA needs more shared memory than the GPU has.
     SharedMemory {
         /// The GPU's, in bytes.
         have: u32,
         /// The kernel's, in bytes.
         need: u32,
     },
-    /// So many packed query rows that larger tiles, which read K and V less often, do better, or a
-    /// launch that dequantizes the cache for all of them.
+    /// So many packed query rows that larger tiles are faster, which read K and V less often, or a
+    /// launch that dequantizes the cache once for all rows.
     Rows {
-        /// The call's: query rows times heads of a group.
+        /// The call's packed rows: query rows times heads of a group.
         got: usize,
         /// The most that count as few.
         max: u32,
     },
-    /// Several row tiles to a KV head, each of which reads its keys, and not all at a time.
+    /// Several row tiles per KV head, each of which reads all keys, and not all resident at a time.
     RowTiles {
         /// Row tiles of all KV heads and sequences.
         got: usize,
         /// How many run at a time.
         max: u32,
     },
-    /// New rows do not fit the tile that the kernel has for them.
+    /// New rows do not fit the kernel's tile for them.
     NewRows {
         /// The call's.
         got: usize,
@@ -142,14 +142,14 @@ pub enum Rejection {
         /// The fewest that pay.
         min: usize,
     },
-    /// So few keys that what comes before attention costs more than it gains.
+    /// So few keys that the prologue costs more than the faster kernel gains.
     FewKeys {
         /// The call's keys.
         got: usize,
         /// The fewest that pay.
         min: usize,
     },
-    /// Kernels of faster instructions take the call, if over rows side by side only.
+    /// Faster kernels support the call once its rows are gathered.
     FasterTiles {
         /// The instructions.
         by: Capability,
@@ -161,26 +161,26 @@ pub enum Rejection {
         /// The GPU's compute capability, times ten.
         sm: u32,
     },
-    /// The kernel's tanh is too coarse for the scores of such a softcap.
+    /// The kernel's approximate tanh is too coarse for scores at this softcap.
     Softcap {
         /// The call's.
         got: f32,
         /// The kernel's.
         max: f32,
     },
-    /// The kernel takes maxima before the factor, so that has to be positive.
+    /// The kernel takes row maxima before scaling, so that the scale must be positive.
     Scale {
         /// The call's.
         got: f64,
     },
-    /// There are no keys of which the kernel could have tiles.
+    /// The call has no keys, and the kernel needs at least one tile.
     NoKeys,
-    /// The kernel rounds its output to the type that it computes with.
+    /// The kernel writes its output in the type of its inputs only.
     OutputType {
         /// The call's type of output.
         got: DType,
     },
-    /// The kernel does not split the keys, which would make the call faster, or is asked for.
+    /// The kernel does not split keys, which would make the call faster or is requested.
     Splits {
         /// Into how many.
         splits: u32,
@@ -208,10 +208,10 @@ impl fmt::Display for Rejection {
             Self::RowScales => write!(f, "does not take a scale for each row of the KV cache"),
             Self::NotShared => write!(f, "past and present are not one cache"),
             Self::BlockSize { got, need } => {
-                write!(f, "blocks of {got} rows are no power of two of {need} or more")
+                write!(f, "the block size {got} is not a power of two of {need} or more")
             }
             Self::Alignment { got } => write!(f, "does not take {got}"),
-            Self::Window => write!(f, "does not take a window to the right, or to the left alone"),
+            Self::Window => write!(f, "does not take a window to the right, or only to the left"),
             Self::Values { dtype, size } => {
                 write!(f, "does not take values of type {dtype} and size {size} with these keys")
             }
@@ -219,7 +219,7 @@ impl fmt::Display for Rejection {
             Self::HeadSize { got, max } => write!(f, "head size {got} is over {max}"),
             Self::OtherHeadSize { got } => write!(f, "has no tile for head size {got}"),
             Self::TooLarge => write!(f, "is too large to be counted in 32 bits"),
-            Self::Strided => write!(f, "a head's keys and values do not lie row after row"),
+            Self::Strided => write!(f, "rows of a head's keys and values are not contiguous"),
             Self::Counters { need, max } => write!(f, "needs {need} counters, over {max}"),
             Self::ComputeCapability { have, need } => write!(
                 f,
@@ -228,25 +228,27 @@ impl fmt::Display for Rejection {
                 capability(*have)
             ),
             Self::SharedMemory { have, need } => {
-                write!(f, "a block needs {need} bytes of shared memory, the device has {have}")
+                write!(f, "a CTA needs {need} bytes of shared memory, the device has {have}")
             }
             Self::Rows { got, max } => write!(f, "{got} packed query rows are over {max}"),
             Self::RowTiles { got, max } => {
-                write!(f, "{got} row tiles, each of which reads the keys, are over {max}")
+                write!(f, "{got} row tiles, each reading all keys, are over {max}")
             }
             Self::NewRows { got, max } => write!(f, "{got} new rows are over {max}"),
             Self::FewRows { got, min } => write!(f, "{got} query rows are under {min}"),
             Self::FewKeys { got, min } => write!(f, "{got} keys are under {min}"),
-            Self::FasterTiles { by } => write!(f, "kernels with {by} do better over gathered rows"),
+            Self::FasterTiles { by } => {
+                write!(f, "kernels with {by} are faster over gathered rows")
+            }
             Self::Capability { need, sm } => {
-                write!(f, "needs {need}, which compute capability {} has not", capability(*sm))
+                write!(f, "needs {need}, which compute capability {} lacks", capability(*sm))
             }
             Self::Softcap { got, max } => write!(f, "softcap {got} is more than {max}"),
             Self::Scale { got } => write!(f, "scale {got} is not positive"),
             Self::NoKeys => write!(f, "there are no keys"),
             Self::OutputType { got } => write!(f, "does not write output in {got}"),
             Self::Splits { splits } => {
-                write!(f, "does not split the keys, of which there would be {splits} splits")
+                write!(f, "does not split keys; this call needs {splits} splits")
             }
             Self::OneSplit => write!(f, "one split of the keys is enough"),
             Self::Outranked => write!(f, "not needed"),

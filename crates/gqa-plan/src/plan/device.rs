@@ -1,5 +1,5 @@
-//! What the planner knows of a GPU. Known by name, so that plans can be made and explained on a
-//! machine without one.
+//! Properties of a GPU for the planner. Known GPUs have names, so that plans can be made and
+//! explained on a machine without one.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -7,13 +7,13 @@ use std::fmt;
 /// A GPU as the planner sees it.
 #[derive(Clone, Debug, PartialEq)]
 pub struct DeviceInfo {
-    /// Name; for a [known device](DeviceInfo::known) the one `--device` takes.
+    /// Name; for a [known device](DeviceInfo::known) the one that `--device` accepts.
     pub name: Cow<'static, str>,
     /// Compute capability, times ten: 90 for 9.0.
     pub sm: u32,
     /// Streaming SMs.
     pub multiprocessors: u32,
-    /// Largest dynamic shared memory of a block, in bytes, after opting in.
+    /// Largest dynamic shared memory of a CTA, in bytes, with opt-in.
     pub shared_bytes: u32,
     /// Second-level cache, in bytes.
     pub l2_bytes: u64,
@@ -25,20 +25,19 @@ pub struct DeviceInfo {
     pub f32_flops: f64,
 }
 
-/// What some GPUs can do and others cannot, besides what a compute capability that is new enough
-/// says of all later ones.
+/// Features that some GPUs have, beyond the minimum compute capability of a kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Capability {
-    /// Thread-block clusters, whose blocks reach each other's shared memory.
+    /// Thread-block clusters, whose CTAs access each other's shared memory.
     Clusters,
     /// The tensor memory accelerator (TMA), which copies tiles between global and shared memory.
     Tma,
-    /// A launch that starts before the one ahead of it has ended (programmatic dependent launch).
+    /// Programmatic dependent launch: a launch may start before the one ahead has ended.
     ProgrammaticLaunch,
-    /// Registers that warps hand over to each other (`setmaxnreg`).
+    /// Register reallocation between warpgroups (`setmaxnreg`).
     RegisterHandover,
-    /// Matrix products of four warps together (`wgmma`).
+    /// Warpgroup matrix products (`wgmma`).
     Wgmma,
     /// Matrix products into tensor memory (`tcgen05`).
     Tcgen05,
@@ -89,8 +88,8 @@ const fn row(name: &'static str, sm: u32, units: [u32; 3], rates: [f64; 3]) -> D
 
 const H200: DeviceInfo = row("h200", 90, [132, 227, 60], [4800.0, 989.5, 66.9]);
 
-/// Vendor figures, but for the SMs and the L2 cache of the B300, which are taken to be the B200's.
-/// A name that contains another comes first.
+/// Vendor figures, except for the SMs and the L2 cache of the B300, which are assumed equal to the
+/// B200's. A name that contains another comes first.
 static KNOWN: [DeviceInfo; 16] = [
     row("b300", 103, [148, 227, 126], [8000.0, 2250.0, 75.0]),
     row("b200", 100, [148, 227, 126], [8000.0, 2250.0, 80.0]),
@@ -111,8 +110,7 @@ static KNOWN: [DeviceInfo; 16] = [
 ];
 
 impl DeviceInfo {
-    /// The device of that name, in any case and with or without spaces; `None` where it is not
-    /// known.
+    /// The device of that name, ignoring case and spaces; `None` if unknown.
     pub fn known(name: &str) -> Option<Self> {
         let wanted = squeeze(name);
         KNOWN.iter().find(|device| device.name == wanted).cloned()
@@ -131,8 +129,8 @@ impl DeviceInfo {
         H200
     }
 
-    /// The same device with the table's rates, where the driver's name, architecture and size are
-    /// those of a known device: the driver states clocks, not what can be had of them.
+    /// The same device with the table's rates, if the driver's name, architecture and size match a
+    /// known device: the driver reports clocks, not attainable rates.
     pub fn with_known_rates(self) -> Self {
         let name = squeeze(&self.name);
         let same = |known: &&Self| {
@@ -147,7 +145,7 @@ impl DeviceInfo {
         }
     }
 
-    /// (tensor, float32) operations per second that an architecture does at that clock.
+    /// Peak (tensor, float32) FLOP/s of an architecture at that clock.
     pub fn peak_flops(sm: u32, multiprocessors: u32, clock_hz: f64) -> (f64, f64) {
         let (tensor, lanes) = per_clock(sm);
         let clocks = clock_hz * f64::from(multiprocessors);
@@ -170,7 +168,7 @@ pub fn capability(sm: u32) -> String {
     format!("{}.{}", sm / 10, sm % 10)
 }
 
-/// Operations of the tensor cores, and float32 lanes, per clock and SM.
+/// Tensor core operations and float32 lanes, per clock and SM.
 fn per_clock(sm: u32) -> (f64, f64) {
     match sm {
         0..=75 => (1024.0, 64.0),
@@ -182,7 +180,7 @@ fn per_clock(sm: u32) -> (f64, f64) {
     }
 }
 
-/// Lower case without anything but letters and digits.
+/// Lower case, letters and digits only.
 fn squeeze(name: &str) -> String {
     name.chars().filter(char::is_ascii_alphanumeric).map(|c| c.to_ascii_lowercase()).collect()
 }

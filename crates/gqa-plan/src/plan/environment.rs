@@ -1,4 +1,4 @@
-//! Plan options from environment variables: one table, from which they are read and documented.
+//! Plan options from environment variables: one table serves parsing and documentation.
 
 use super::families::FAMILIES;
 use super::family::Family;
@@ -10,11 +10,11 @@ use gqa_tensor::{Error, Result};
 pub struct Variable {
     /// What it sets.
     pub option: PlanOption,
-    /// ONNX Runtime's name for the same thing; used where the variable itself is not set.
+    /// ONNX Runtime's name for the same switch; used where the variable itself is not set.
     pub alias: Option<&'static str>,
     /// What values it takes.
     pub values: &'static str,
-    /// What it does; `{}` stands for the families that it concerns.
+    /// Its effect; `{}` stands for the families that it concerns.
     meaning: &'static str,
     set: fn(&mut PlanOptions, &str) -> Option<()>,
 }
@@ -68,7 +68,7 @@ pub static TABLE: [Variable; 8] = [
         option: PlanOption::Splits,
         alias: None,
         values: "1 to 128",
-        meaning: "splits of the keys in {}, instead of their heuristics' choice",
+        meaning: "number of key splits in {}, overriding their heuristics",
         set: |s, v| {
             s.splits = Some(v.parse().ok().filter(|&n| is_splits(n))?);
             Some(())
@@ -78,7 +78,7 @@ pub static TABLE: [Variable; 8] = [
         option: PlanOption::Cluster,
         alias: None,
         values: "1, 2, 4, 8 or 16",
-        meaning: "blocks of a cluster in {}, instead of their heuristic's choice",
+        meaning: "CTAs per cluster in {}, overriding their heuristic",
         set: |s, v| {
             s.cluster = Some(v.parse().ok().filter(|&n| is_cluster(n))?);
             Some(())
@@ -98,7 +98,7 @@ pub static TABLE: [Variable; 8] = [
         option: PlanOption::Fold,
         alias: None,
         values: "0, layer or call",
-        meaning: "which parameters a GPU's kernels have as constants of their text: none; those that a layer of a model fixes, as where it is not set; or all but addresses, in a module for each plan",
+        meaning: "which kernel parameters are folded into the PTX as constants: none; those that a layer of a model fixes (the default); or all but addresses, with a module for each plan",
         set: |s, v| {
             s.fold = match v {
                 "0" => Fold::Off,
@@ -111,13 +111,13 @@ pub static TABLE: [Variable; 8] = [
     },
 ];
 
-/// Names the folder to which every call writes its tensors.
+/// The folder to which every call writes its tensors.
 pub const DUMP: &str = "GQA_DUMP";
 
-/// Lets calls on a GPU look at what counters, lengths and tables hold.
+/// Enables checks of counters, lengths and tables in calls on a GPU.
 pub const CHECK: &str = "GQA_CHECK";
 
-/// Chooses the instructions of attention on the CPU.
+/// Selects the instructions of attention on the CPU.
 pub const CPU: &str = "GQA_CPU_INSTRUCTIONS";
 
 /// How much programs and packages log.
@@ -178,7 +178,7 @@ impl PlanOptions {
     ///
     /// # Errors
     ///
-    /// Where a variable has a value that it cannot have; the error names it.
+    /// Where a variable has an invalid value; the error names it.
     pub fn from_env() -> Result<Self> {
         let variables = std::env::vars_os().filter_map(|(name, value)| {
             Some((name.into_string().ok()?, value.to_string_lossy().into_owned()))

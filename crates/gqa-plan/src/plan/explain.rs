@@ -7,7 +7,7 @@ use super::launch::{Arg, Launch, Plan};
 use crate::problem::{Alignment, CacheBinding, Layout, Phase, Problem, QkOutput, Scales, Sink};
 use std::fmt;
 
-/// What a plan does and why, as plain data; its `Display` is the text that `gqa explain` prints.
+/// A plan and the reasons for it, as plain data; its `Display` is the output of `gqa explain`.
 #[derive(Clone, Debug)]
 pub struct Explanation {
     /// The call in a line or two.
@@ -16,7 +16,7 @@ pub struct Explanation {
     pub device: String,
     /// How positions reach the rotary embedding.
     pub positions: Option<String>,
-    /// Each candidate for attention with what became of it.
+    /// Each candidate for attention, and the decision about it.
     pub decisions: Vec<(String, String)>,
     /// Kernels in order.
     pub launches: Vec<LaunchLine>,
@@ -39,7 +39,7 @@ pub struct LaunchLine {
     pub grid: [u32; 3],
     /// Blocks of a cluster; 1: no clusters.
     pub cluster: u32,
-    /// Whether the launches behind it run beside it.
+    /// Whether later launches run concurrently with it.
     pub concurrent: bool,
     /// Whether it runs beside the launch ahead.
     pub overlaps: bool,
@@ -47,7 +47,7 @@ pub struct LaunchLine {
     pub threads: u32,
     /// Dynamic shared memory of a block, in bytes.
     pub shared_bytes: u32,
-    /// Pointer arguments: name and what it is bound to.
+    /// Pointer arguments: name and binding.
     pub arguments: Vec<(&'static str, String)>,
 }
 

@@ -10,34 +10,35 @@ use crate::problem::{CacheBinding, Problem};
 use gqa_kernels::registry::{self, Entry, find};
 use gqa_tensor::Result;
 
-/// A way to compute attention: everything that the host knows of one module of kernels.
+/// An attention algorithm: all that the host knows about one module of kernels.
 pub(super) trait Family: Sync {
     /// The module, which names the family.
     fn module(&self) -> registry::Family;
 
-    /// Whether it reads a paged KV cache, and no other.
+    /// Whether it reads paged KV caches, and only these.
     fn is_paged(&self) -> bool {
         false
     }
 
-    /// Whether its launches draw tiles, of one query head each, from a queue that two can share.
+    /// Whether its launches take tiles, of one query head each, from a queue that two launches can
+    /// share.
     fn draws_tiles(&self) -> bool {
         false
     }
 
-    /// The options that concern it. Those that switch it off come in the order in which they are
-    /// named as the reason.
+    /// The options that concern it. Options that disable it come in the order in which they are
+    /// reported.
     fn options(&self) -> &'static [PlanOption];
 
     /// The kernel for the call and its shape, or the first reason against it.
     fn choose(&self, call: &Call<'_>) -> Result<Kernel, Rejection>;
 
-    /// What the launches do of the prologue; `fused` where that is allowed.
+    /// The part of the prologue that its launches perform; `fused` where that is allowed.
     fn fuses(&self, _problem: &Problem, _entry: &Entry, _fused: bool) -> FusedPrologue {
         FusedPrologue::default()
     }
 
-    /// The launches of a kernel that it chose. Unless they append, K and V are in the cache.
+    /// The launches of a kernel that it chose. Unless they append, the cache already holds K and V.
     fn launches(&self, kernel: &Kernel, job: Job<'_>) -> Result<Vec<Launch>>;
 }
 
@@ -102,7 +103,8 @@ impl Choice {
     }
 }
 
-/// What a family's launches do that others have launches before them for.
+/// The prologue work that a family's launches perform, and for which other families need separate
+/// launches.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct FusedPrologue {
     /// Rotate and append.
@@ -114,7 +116,8 @@ pub(super) struct FusedPrologue {
 }
 
 impl FusedPrologue {
-    /// Of a kernel that rotates and appends where the cache is shared and holds what it reads.
+    /// For a kernel that rotates and appends, if the cache is shared and holds the keys that it
+    /// reads.
     pub(super) fn of_new_rows(problem: &Problem, entry: &Entry, fused: bool) -> Self {
         let format = problem.quantized.map(|how| how.format);
         let shared = problem.cache == CacheBinding::Shared;
@@ -126,7 +129,7 @@ impl FusedPrologue {
 pub(super) struct Job<'a> {
     pub(super) problem: &'a Problem,
     pub(super) device: &'a DeviceInfo,
-    /// Where a prologue left the rows, or else where the caller has them.
+    /// The rows that a prologue wrote, or else the caller's.
     pub(super) rows: Rows,
     pub(super) task: Task,
     pub(super) scratch: &'a mut Scratch,
@@ -139,24 +142,24 @@ pub(super) struct Task {
     pub(super) fused: bool,
     /// New rows are in the cache already.
     pub(super) appended: bool,
-    /// Fewest tokens of a sequence in a paged call that is theirs.
+    /// In a paged call, the least number of tokens of the sequences that this launch takes.
     pub(super) least: usize,
     /// Most tokens of any sequence.
     pub(super) longest: usize,
     /// What follows does not wait for it.
     pub(super) concurrent: bool,
-    /// It runs beside the launch ahead of it, which has other sequences.
+    /// It overlaps the launch ahead of it, which takes other sequences.
     pub(super) overlaps: bool,
-    /// In a paged call: which of two launches that take tiles from one queue this is.
+    /// In a paged call, the role of this launch if two share a tile queue.
     pub(super) queue: Option<TileQueue>,
 }
 
-/// The blocks of two launches that take work tiles from one queue.
+/// CTAs of two launches that share a tile queue.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct TileQueue {
     /// Of the primary launch.
     pub(super) primary: u32,
-    /// Of the secondary launch, which takes what tiles are left.
+    /// The secondary launch, which takes the remaining tiles.
     pub(super) secondary: u32,
     /// Whether this is the secondary launch.
     pub(super) is_secondary: bool,

@@ -22,7 +22,7 @@ pub enum Arg {
         /// Bytes to its first element used.
         offset: usize,
     },
-    /// `bytes` bytes of the workspace from byte `offset` on.
+    /// `bytes` bytes of the workspace at byte `offset`.
     Workspace {
         /// Multiple of 256.
         offset: usize,
@@ -38,9 +38,9 @@ pub enum Arg {
     Map(TensorMap),
 }
 
-/// A (head size, row, head, batch) tensor of 16-bit elements as TMA takes it: boxes of 64 columns
-/// and `tile_rows` rows, with the 128-byte swizzle; what lies outside the tensor reads as zero and
-/// is not written.
+/// The TMA descriptor of a (head size, row, head, batch) tensor of 16-bit elements: boxes of 64
+/// columns and `tile_rows` rows, with the 128-byte swizzle; elements outside the tensor read as
+/// zero and are not written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TensorMap {
     /// The tensor of the call, unless it is in the workspace.
@@ -51,7 +51,7 @@ pub struct TensorMap {
     pub bytes: usize,
     /// Head size, rows, heads, batch entries.
     pub size: [u32; 4],
-    /// Bytes from a row, a head, a batch entry to the next.
+    /// Strides of rows, heads and batch entries in bytes.
     pub stride: [u64; 3],
     /// Rows of a box.
     pub tile_rows: u32,
@@ -76,7 +76,7 @@ pub struct Launch {
 }
 
 impl Launch {
-    /// The kernel; it also says block size and shared memory.
+    /// The kernel, with its CTA size and shared memory.
     pub fn entry(&self) -> &'static Entry {
         self.entry
     }
@@ -86,25 +86,25 @@ impl Launch {
         self.grid
     }
 
-    /// Blocks of a cluster, neighbours in x; 1: no clusters.
+    /// CTAs of a cluster, neighbours in x; 1: no clusters.
     pub fn cluster(&self) -> u32 {
         self.cluster
     }
 
-    /// The launch may start before the one before it in the stream has ended (programmatic
-    /// dependent launch); its kernel waits for that by itself.
+    /// The launch may start before the previous one in the stream has ended (programmatic dependent
+    /// launch); its kernel waits for that itself.
     pub fn programmatic(&self) -> bool {
         self.programmatic
     }
 
-    /// The launches behind it do not wait for it; what is behind the plan does. Its blocks take
-    /// free SMs before theirs.
+    /// Later launches of the plan do not wait for it; work after the plan does. Its CTAs take free
+    /// SMs first.
     pub fn concurrent(&self) -> bool {
         self.concurrent
     }
 
-    /// The launch is [programmatic](Self::programmatic), and has nothing to do with the one ahead:
-    /// its kernel runs beside it, and waits for it in the end.
+    /// The launch is [programmatic](Self::programmatic) and independent of the one ahead: its
+    /// kernel overlaps that, and waits for it at the end.
     pub fn overlaps(&self) -> bool {
         self.overlaps
     }
@@ -121,8 +121,8 @@ impl Launch {
 }
 
 impl Launch {
-    /// Errs where the kernel does not take clusters of that size, or the grid is not made of whole
-    /// ones.
+    /// Errs where the kernel does not support that cluster size, or the grid is not a multiple of
+    /// it.
     ///
     /// # Errors
     /// [`Error::NoKernel`].
@@ -132,13 +132,13 @@ impl Launch {
             return Ok(());
         }
         Err(Error::NoKernel(format!(
-            "{} is launched in clusters of {cluster} of {blocks} blocks in x; it takes 1 to {}, and whole ones",
+            "{}: clusters of {cluster} in a grid of {blocks} CTAs in x; allowed: 1 to {}, a divisor of the grid",
             entry.name, entry.max_cluster
         )))
     }
 }
 
-/// A problem's launches on a device, and why these. Made by [`plan`](super::plan) and by a
+/// The launches of a problem on a device, with the reasons. Made by [`plan`](super::plan) and by a
 /// [`Planner`](super::Planner) only, and never changed: back ends rely on arguments that the
 /// planner has bounded.
 ///
@@ -200,18 +200,18 @@ impl Plan {
         self.workspace_bytes
     }
 
-    /// 32-bit counters by which blocks of a launch find each other: zero before the first call, and
-    /// left zero by every call.
+    /// 32-bit counters for synchronisation among CTAs of a launch: zero before the first call, and
+    /// reset to zero by every call.
     pub fn counters(&self) -> usize {
         self.counters
     }
 
-    /// What became of each way to compute attention.
+    /// The decision about each family.
     pub fn decisions(&self) -> &[Decision] {
         &self.decisions
     }
 
-    /// How positions reach the rotary embedding; `None` where nothing rotates.
+    /// The source of RoPE positions; `None` without RoPE.
     pub fn positions(&self) -> Option<Positions> {
         self.positions
     }
@@ -221,7 +221,7 @@ impl Plan {
         self.cost
     }
 
-    /// Which of its launches' parameters become constants of the kernels' text.
+    /// Which launch parameters are folded into the kernels' text as constants.
     pub fn fold(&self) -> Fold {
         self.fold
     }

@@ -1,10 +1,10 @@
 //! Mixed prefill and decode: which kernels attend to which sequences of a paged call.
 //!
-//! Sequences of few tokens suit `decode_paged`, which reads keys once for all query heads that
-//! share them, and those of many `hopper_paged` or `tiled_paged`, whose tiles they would leave
-//! almost empty. A batch may have both, as servers make them that add decode steps of running
-//! sequences to a prefill. How many tokens each sequence has only the device knows; so each kernel
-//! leaves out the sequences of the other one.
+//! Sequences with few new tokens suit `decode_paged`, which reads keys once for all query heads of
+//! a group. Sequences with many suit `hopper_paged` or `tiled_paged`, whose tiles a few tokens
+//! would leave almost empty. Servers batch decode steps with a prefill, so that one call may have
+//! both. Only the device knows the tokens of each sequence; so each kernel skips the sequences of
+//! the other one.
 //!
 //! One is bound by memory and the other by arithmetic, and half of the SMs can read all that memory
 //! delivers. So where that pays (`cost/mixed.rs`) a primary launch of `hopper_paged` begins first, on
@@ -31,7 +31,7 @@ use super::scratch::Scratch;
 use crate::problem::{Pages, Problem, ProblemFields};
 use gqa_tensor::Result;
 
-/// Kernels that read a paged cache, and why not others.
+/// The kernels for a paged cache, and the rejections of others.
 pub(super) struct Attentions {
     /// None: rows must be gathered.
     pub(super) chosen: Vec<Attention>,
@@ -46,12 +46,12 @@ pub(super) struct Attention {
 }
 
 impl Attention {
-    /// Whether it reads a quantized cache dequantized.
+    /// Whether it reads a dequantized copy of a quantized cache.
     pub(super) fn reads_dequantized(&self, of: &Problem) -> bool {
         of.quantized.is_some() && self.problem.quantized.is_none()
     }
 
-    /// Its launches; where it `follows_concurrent`, they do not wait for the one ahead.
+    /// Its launches; with `follows_concurrent`, they do not wait for the launch ahead.
     pub(super) fn launches(
         &self,
         device: &DeviceInfo,
@@ -63,7 +63,7 @@ impl Attention {
         let mut launches = choice.launches(Job { problem, device, rows, task: *task, scratch })?;
         for launch in &mut launches {
             (launch.concurrent, launch.overlaps) = (task.concurrent, task.overlaps);
-            // Whoever began early would take the place of those.
+            // CTAs that start early would take the SMs of the concurrent launch.
             launch.programmatic &= !follows_concurrent && !task.concurrent;
         }
         Ok(launches)
@@ -87,7 +87,7 @@ impl Attentions {
         };
         let steps = consider(step, problem);
         let decided = decision(step, &steps);
-        // Where slot_mapping says, no kernel that attends writes.
+        // Kernels do not append by slot_mapping; a launch before them does.
         let appends = !pages.slots && !problem.reads_pages_only();
         if let Ok(choice) = steps {
             let task = Task { appended: !appends, ..whole };
@@ -114,8 +114,8 @@ impl Attentions {
         Self { chosen, decisions }
     }
 
-    /// The kernel for prefill, and the call as it reads it. A quantized cache that none reads where
-    /// it is is dequantized into blocks, which are then read as others are.
+    /// The prefill kernel, and the call as it reads it. A quantized cache that no prefill kernel
+    /// reads is first dequantized into new blocks.
     fn prompts(
         problem: &Problem,
         consider: impl Fn(&'static dyn Family, &Problem) -> Result<Choice, Rejection>,
@@ -145,9 +145,9 @@ struct Few {
 }
 
 impl Few {
-    /// Those of as few as a row tile for one sequence holds; the smallest of the tiles that there
-    /// are, unless more sequences may be few by a larger one. More may always be, but if single
-    /// tokens leave prompts that are all as long as the longest, sequences of few tokens have one.
+    /// Sequences that fit one M tile; prefer the smallest tile. A larger tile is better only if it
+    /// takes more sequences: if the small one takes single tokens only, and the other sequences all
+    /// have as many tokens as the longest, sequences of few tokens are decode steps.
     fn of<E>(
         p: &Problem,
         pages: Pages,
@@ -162,8 +162,8 @@ impl Few {
                     p.derive(|call| ProblemFields { q_len: tokens, new_len, ..call }).ok()?;
                 let lengths = Lengths::of(p, pages, tokens);
                 let of_batch = consider(&problem).ok()?;
-                // As many blocks as suit the sequences that it attends to, but no splits, which
-                // would be merged through scratch memory for the whole batch.
+                // As many CTAs as suit its sequences, without splits: splits would need scratch
+                // memory for the whole batch.
                 let few =
                     problem.derive(|call| ProblemFields { batch: lengths.few, ..call }).ok()?;
                 let own = consider(&few).ok().filter(|choice| choice.kernel.splits == 1);
@@ -176,7 +176,7 @@ impl Few {
     }
 }
 
-/// A call with sequences of few tokens and of many.
+/// A call with both short and long sequences.
 struct Mixed<'a> {
     /// As the kernel for prefill reads it.
     problem: &'a Problem,
@@ -230,11 +230,10 @@ impl Mixed<'_> {
     }
 }
 
-/// Keys in which times are counted: a tile of `hopper_paged` at head size 128.
+/// Key tiles in which times are counted: those of `hopper_paged` at head size 128.
 const KEYS: usize = 128;
 
-/// What lengths a call's sequences may have, if those of few tokens are as many as there can be,
-/// and the others alike.
+/// The assumed lengths of a call: as many short sequences as possible, and the others alike.
 #[derive(Clone, Copy)]
 struct Lengths {
     /// Sequences of few tokens.
@@ -259,26 +258,26 @@ impl Lengths {
         Self { few, many, tokens, keys }
     }
 
-    /// Whether the others are about as long as the longest.
+    /// Whether the long sequences are about as long as the longest.
     fn leave_whole_prompts(self, p: &Problem) -> bool {
         (p.q_len - p.q_len / 32..=p.q_len).contains(&self.tokens)
     }
 
-    /// Whether a launch for those of few tokens costs less than they do in the tiles of the kernel
-    /// for prefill, which are of a query head or of all that share a KV head.
+    /// Whether a separate launch for short sequences costs less than the prefill kernel's tiles for
+    /// them, which cover one query head, or all that share a KV head.
     fn come_apart(self, p: &Problem, prompt: &Choice, device: &DeviceInfo) -> bool {
-        // What the launch costs, in key tiles of each SM; the latter was not measured.
+        // The cost of the launch in key tiles per SM; the second value was not measured.
         let (heads, launch) =
             if prompt.family.draws_tiles() { (p.q_heads, 2) } else { (p.kv_heads, 6) };
         let tiles = self.few.saturating_mul(heads).saturating_mul(self.keys.div_ceil(KEYS));
         tiles > launch * device.multiprocessors as usize
     }
 
-    /// The decode kernel as it suits the launches beside it: in blocks of half an SM, where a block
-    /// has few keys to read or there are many blocks. With fewer copies under way the other
-    /// launches' loads wait less, two blocks fit where one of `hopper_paged` is not, and the last
-    /// ones end at about the same time. Elsewhere without clusters, if as many blocks read nearly
-    /// what memory delivers, which leaves the other SMs free (measured: `docs/perf-log.md`).
+    /// The decode kernel as it suits the concurrent launches. Half-SM CTAs where a CTA has few keys
+    /// to read or there are many CTAs: with fewer copies in flight the other launches' loads wait
+    /// less, two CTAs fit where one of `hopper_paged` is not resident, and the last ones end at
+    /// about the same time. Elsewhere without clusters, if that many CTAs nearly saturate memory,
+    /// which leaves the other SMs free (measured: `docs/perf-log.md`).
     fn beside_others(
         self,
         few: &Problem,
@@ -286,7 +285,7 @@ impl Lengths {
         device: &DeviceInfo,
         options: &PlanOptions,
     ) -> Kernel {
-        /// Bytes that a half block may have to read, at most and for each block that there is.
+        /// The most bytes for a half-SM CTA to read, in total and per CTA.
         const MOST: usize = 3 << 19;
         const PER_BLOCK: usize = 32 << 10;
         let PlanOptions { force, cluster, splits, .. } = options;
@@ -311,7 +310,7 @@ impl Lengths {
         prompt: &Choice,
         device: &'a DeviceInfo,
     ) -> Work<'a> {
-        /// Of the peak rate: what `hopper_paged` reaches.
+        /// The fraction of peak FLOP/s that `hopper_paged` reaches.
         const OF_ARITHMETIC: f64 = 0.77;
         /// Seconds to begin a work tile.
         const START: f64 = 2.5e-6;
@@ -331,12 +330,12 @@ impl Lengths {
             cached_bytes: heads as f64 * keys as f64 * key_bytes(few) as f64,
             new_bytes: all_tokens as f64 * (p.kv_heads * 2 * p.head_size * p.dtype.size()) as f64,
             tiles: self.work_tiles(p, prompt),
-            // A causal row sees half of its own in the mean.
+            // A causal row attends to half of its sequence's new tokens on average.
             tile: [tile((tokens + KEYS) / 2), tile(keys)],
         }
     }
 
-    /// Work tiles of the sequences that are not few.
+    /// Work tiles of the long sequences.
     fn work_tiles(self, p: &Problem, prompt: &Choice) -> usize {
         let rows = prompt.kernel.entry.rows as usize;
         (self.many * self.tokens.div_ceil(rows)).saturating_mul(p.q_heads)

@@ -1,9 +1,9 @@
-//! What a caller decides instead of the planner.
+//! Options by which a caller overrides the planner.
 
 use gqa_kernels::attention::{decode::MAX_RANKS, split_kv::MAX_SPLITS};
 use gqa_tensor::{Error, Result};
 
-/// Choices that a person makes against the planner's.
+/// Manual choices, against the planner's.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PlanOptions {
     /// GQA_DISABLE_FLASH_ATTENTION
@@ -24,16 +24,16 @@ pub struct PlanOptions {
     pub fold: Fold,
 }
 
-/// Which parameters a GPU's kernels have as constants of their text, folded when a plan is loaded.
+/// Which kernel parameters are folded into the kernels' text as constants when a plan is loaded.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Fold {
     /// None: one module serves all calls.
     Off,
-    /// Null pointers, and what a layer of a model fixes: heads, head size, scale, mask, window,
-    /// RoPE. A module for each kind of layer.
+    /// Null pointers and the fixed properties of a layer: heads, head size, scale, mask, window,
+    /// RoPE. One module per kind of layer.
     #[default]
     Layer,
-    /// Everything but addresses: batch, lengths, strides too. A module for each plan, for a step
+    /// Everything except addresses: batch, lengths and strides too. One module per plan, for a step
     /// that is captured once and replayed often.
     Call,
 }
@@ -87,7 +87,7 @@ pub(super) fn is_cluster(n: u32) -> bool {
 }
 
 impl PlanOptions {
-    /// Errs where a number is none that kernels take.
+    /// Errs where a value is not supported.
     pub(super) fn check(&self) -> Result<()> {
         match (self.splits, self.cluster) {
             (Some(n), _) if !is_splits(n) => {
@@ -101,7 +101,7 @@ impl PlanOptions {
         }
     }
 
-    /// Whether what the option concerns is not to be considered.
+    /// Whether the option excludes its family.
     pub(super) fn switches_off(&self, option: PlanOption) -> bool {
         match option {
             PlanOption::DisableFlashAttention => self.disable_flash_attention,

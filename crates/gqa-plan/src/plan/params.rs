@@ -1,4 +1,4 @@
-//! What attention kernels are told: tensors by name, and scalars.
+//! Arguments of attention kernels: tensors by name, and scalars.
 
 use super::build::{strides, tensor, u32_of};
 use super::family::Job;
@@ -92,7 +92,7 @@ pub(super) fn params(p: &Problem, q: Strides, splits: u32) -> Result<AttentionPa
         },
         qk_columns: u32_of("total_sequence_length", p.total_len)?,
         splits,
-        // Kernels that show scores do not scale hidden ones.
+        // Kernels that output scores do not scale masked ones.
         scale: if p.output_qk == QkOutput::None { p.least_scale() } else { p.scale as f32 },
         softcap: p.softcap_in_f32(),
         l2_section: 0,
@@ -109,7 +109,7 @@ pub(super) fn scale_tensors(p: &Problem) -> [(&'static str, Arg); 2] {
     [("k_scale", k_scale), ("v_scale", v_scale)]
 }
 
-/// What the scales of the call's cache are for, if it is quantized.
+/// The granularity of the cache's scales, if it is quantized.
 pub(super) fn scales(p: &Problem) -> u32 {
     match p.quantized.map(|how| how.scales) {
         None | Some(Scales::PerTensor) => scales::PER_TENSOR,
@@ -152,7 +152,7 @@ pub(super) fn masked_params(p: &Problem, q: Strides, splits: u32) -> Result<Mask
     })
 }
 
-/// What rotates, if anything does; `position_stride` is the distance between rows of position_ids.
+/// RoPE parameters, if any; `position_stride` is the row stride of position_ids.
 pub(super) fn rotary_params(rotary: Option<Rotary>, position_stride: u32) -> Result<RotaryParams> {
     Ok(RotaryParams {
         dim: u32_of("rotary_dim", rotary.map_or(0, |r| r.dim))?,
@@ -162,12 +162,12 @@ pub(super) fn rotary_params(rotary: Option<Rotary>, position_stride: u32) -> Res
     })
 }
 
-/// The distance between rows of position_ids; 0 where there are none.
+/// The row stride of position_ids; 0 without them.
 pub(super) fn position_stride(p: &Problem) -> Result<u32> {
     u32_of("a row of position_ids", p.rotary.and_then(|rotary| rotary.explicit).unwrap_or(0))
 }
 
-/// [`params`] with the order in which blocks take work tiles so that the L2 holds what they share.
+/// [`params`], with the order of work tiles among CTAs that keeps shared K and V in L2.
 pub(super) fn l2_swizzled_params(job: &Job<'_>, splits: u32) -> Result<AttentionParams> {
     let params = params(job.problem, job.rows.query.strides, splits)?;
     let l2_section = hopper::l2_section(&params, job.device.l2_bytes);

@@ -1,4 +1,4 @@
-//! Plans made before: a shape that was seen costs a look-up.
+//! A cache of plans: a known shape costs a lookup.
 
 use super::compose::plan;
 use super::device::DeviceInfo;
@@ -11,11 +11,11 @@ use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
 
-/// Makes plans for one device under one set of options, and keeps those that were used last.
+/// Makes plans for one device under one set of options, and keeps the most recently used.
 ///
-/// A cache that grows by a token makes a new [`Problem`] of every step, though the kernels read
-/// lengths on the device. So lengths that decide nothing but the choice of kernels are rounded up
-/// before the look-up, and [`Plan::problem`] then says more than was asked for:
+/// Every decode step has a new length and so a new [`Problem`], although the kernels read lengths
+/// on the device. So lengths that only affect the choice of kernels are rounded up before the
+/// lookup, and [`Plan::problem`] has the rounded ones:
 ///
 /// - the longest sequence to a power of two, at most to what its cache or its blocks hold unless
 ///   the cache rolls; but in first prompts and where a tensor has a column for each key;
@@ -38,10 +38,9 @@ struct Kept {
     used: AtomicU64,
 }
 
-/// Where a program has so many shapes, keeping plans does not help it, and must not fill its
-/// memory.
+/// A program with this many shapes gains nothing from more plans, and must not fill its memory.
 const MOST_PLANS: usize = 1024;
-/// Shorter sequences are planned as if they had this length.
+/// Shorter sequences are planned at this length.
 const LEAST_LEN: usize = 256;
 
 impl Planner {
@@ -50,7 +49,7 @@ impl Planner {
         Self { device, options, plans: RwLock::default(), clock: AtomicU64::new(0) }
     }
 
-    /// The plan for that call: for a shape that was seen, the same one, without allocating memory.
+    /// The plan for a call; for a known shape the same one, without allocating memory.
     ///
     /// # Errors
     /// As [`plan`](super::plan).
@@ -67,8 +66,8 @@ impl Planner {
         Ok(self.keep(problem, plan, now))
     }
 
-    /// Keeps a plan that was not there; the one that is kept now. Another thread may have kept one
-    /// for the same shape meanwhile.
+    /// Inserts a plan and returns the one in the map: another thread may have inserted one for the
+    /// same shape meanwhile.
     fn keep(&self, problem: Problem, plan: Arc<Plan>, now: u64) -> Arc<Plan> {
         let mut plans = self.plans.write().unwrap_or_else(PoisonError::into_inner);
         if let Some(kept) = plans.get(&problem) {
@@ -82,8 +81,7 @@ impl Planner {
         plan
     }
 
-    /// `tokens` rounded up: as it is up to 16, then to one of eight numbers between a power of two
-    /// and the next.
+    /// `tokens` rounded up: exact up to 16, then to one of eight steps between powers of two.
     pub const fn bucket(tokens: usize) -> usize {
         const EXACT: usize = 16;
         if tokens <= EXACT || tokens > usize::MAX / 2 {
@@ -93,7 +91,7 @@ impl Planner {
     }
 }
 
-/// Forgets the plan that was not used for longest.
+/// Evicts the least recently used plan.
 fn forget_oldest(plans: &mut HashMap<Problem, Kept>) {
     let used = |kept: &Kept| kept.used.load(Ordering::Relaxed);
     let oldest = plans.iter().min_by_key(|(_, kept)| used(kept));
@@ -102,8 +100,8 @@ fn forget_oldest(plans: &mut HashMap<Problem, Kept>) {
     }
 }
 
-/// The problem for sequences up to rounded lengths, where its tensors and its rows' meaning stay
-/// what they are.
+/// The problem with rounded lengths, where its tensors and the meaning of its rows do not depend on
+/// them.
 fn rounded(problem: &Problem) -> Result<Problem> {
     match problem.pages {
         Some(pages) => rounded_paged(problem, pages),

@@ -3,16 +3,16 @@
 use crate::problem::{Phase, Problem};
 use std::fmt;
 
-/// How a row's position reaches the rotary embedding.
+/// The source of a row's RoPE position.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Positions {
     /// position_ids are given, and always honoured.
     Explicit,
     /// `seqlens_to_pos_ids` writes them first.
     Generated,
-    /// `rolling_kv` or `rolling_lengths` writes them first.
+    /// `rolling_kv` or `rolling_lengths` writes them before.
     Slid,
-    /// Each kernel adds the row to the length of the past.
+    /// Each kernel adds the row index to the length of the past.
     Implicit,
 }
 
@@ -27,8 +27,8 @@ impl fmt::Display for Positions {
     }
 }
 
-/// The strategy for a call; `None` where nothing rotates. Only the separate launches of a
-/// subsequent prompt need positions in memory.
+/// The strategy for a call; `None` without RoPE. Only the unfused launches of a chunked prefill
+/// need positions in memory.
 pub fn positions(problem: &Problem, fused: bool) -> Option<Positions> {
     let rotary = problem.rotary?;
     Some(match (rotary.explicit, problem.phase) {

@@ -1,5 +1,5 @@
-//! Output in float8e4m3fn times a scale: by kernels that write it, or by one launch behind those
-//! that do not.
+//! Output in float8e4m3fn with a scale: kernels write it, or one more launch quantizes the output
+//! of kernels that do not.
 
 use super::build::{element, find, launch, strides, tensor, u32_of};
 use super::contiguous::Composed;
@@ -14,7 +14,7 @@ use gqa_kernels::prologue::quantize_output_grid;
 use gqa_kernels::registry::Role;
 use gqa_tensor::{Error, Result};
 
-/// The launches of a call with quantized output; `compose` makes those of other calls.
+/// The launches of a call with quantized output; `compose` plans calls with other outputs.
 pub(super) fn compose(
     problem: &Problem,
     device: &DeviceInfo,
@@ -48,7 +48,7 @@ pub(super) fn compose(
     Ok(Composed { launches, ..call })
 }
 
-/// The launch behind attention that left its output in scratch.
+/// The launch that quantizes the output which attention left in scratch.
 fn quantize(p: &Problem, device: &DeviceInfo, from: Arg, rows: Strides) -> Result<Launch> {
     let params = QuantizeOutputParams {
         rows,
@@ -74,7 +74,7 @@ mod tests {
     use gqa_tensor::DType;
     use std::cell::Cell;
 
-    /// Only a kernel that is missing is made up for.
+    /// Only a missing kernel leads to the extra launch; other errors are returned.
     #[test]
     fn an_error_of_the_call_itself_is_its_error() {
         let layer = Layer::new(DType::BF16, Heads { query: 8, kv: 2, size: 128 });

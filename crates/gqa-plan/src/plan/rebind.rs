@@ -1,9 +1,9 @@
-//! Launches of a call that is part of another one: some of its tensors are elsewhere.
+//! Redirects tensors of an inner call's launches to other memory.
 
 use super::launch::{Arg, Launch, TensorMap};
 use crate::tensors::TensorId;
 
-/// Where tensors are that are not what the launches say; `Null`: they are that.
+/// New places of tensors; `Null`: unchanged.
 pub(super) struct Rebind(pub(super) Vec<(TensorId, Arg)>);
 
 impl Rebind {
@@ -19,7 +19,7 @@ impl Rebind {
         launch
     }
 
-    /// Where a tensor's byte is, if that is elsewhere.
+    /// The byte address of a tensor, if it is redirected.
     fn moved(&self, id: TensorId, offset: usize) -> Option<Arg> {
         match self.0.iter().find_map(|(from, to)| (*from == id).then_some(*to))? {
             Arg::Workspace { offset: start, bytes } => {

@@ -4,7 +4,7 @@ use super::decision::Rejection;
 use crate::problem::{Alignment, CacheBinding, Pages, Problem, QkOutput};
 use gqa_kernels::registry::{Entry, Output};
 
-/// Flash attention without a place for a bias, or for nothing else.
+/// Flash attention without a bias.
 pub(super) fn flash(p: &Problem) -> Result<(), Rejection> {
     match p.bias {
         None => any_flash(p),
@@ -31,8 +31,8 @@ pub(super) fn mask_of_vectors(p: &Problem) -> Result<(), Rejection> {
     }
 }
 
-/// Flash attention knows no score outputs, and only GroupQueryAttention's positions, windows and
-/// head sizes.
+/// Flash attention has no score outputs, and only GroupQueryAttention's positions, windows and head
+/// sizes.
 fn any_flash(p: &Problem) -> Result<(), Rejection> {
     if p.total_len == 0 {
         return Err(Rejection::NoKeys);
@@ -55,7 +55,7 @@ fn any_flash(p: &Problem) -> Result<(), Rejection> {
     }
 }
 
-/// A quantized cache that the kernel appends to where it reads it.
+/// A quantized cache that the kernel appends to and reads in place.
 pub(super) fn shared_and_quantized(p: &Problem) -> Result<(), Rejection> {
     match (p.quantized, p.cache) {
         (None, _) => Err(Rejection::NotQuantized),
@@ -64,8 +64,7 @@ pub(super) fn shared_and_quantized(p: &Problem) -> Result<(), Rejection> {
     }
 }
 
-/// A quantized cache whose rows the TMA takes, for kernels whose rows of scores have factors of
-/// their own.
+/// A quantized cache that TMA can load, for kernels that apply key scales to scores.
 pub(super) fn quantized_vectors(p: &Problem) -> Result<(), Rejection> {
     if p.quantized.is_none() {
         return Err(Rejection::NotQuantized);
@@ -85,7 +84,7 @@ pub(super) fn no_row_scales(p: &Problem) -> Result<(), Rejection> {
     if p.has_row_scales() { Err(Rejection::RowScales) } else { Ok(()) }
 }
 
-/// Blocks of a paged cache that are whole pieces of so many rows.
+/// Blocks of a paged cache that are multiples of a tile piece.
 pub(super) fn blocks_of(p: &Problem, need: u32) -> Result<(), Rejection> {
     match p.pages {
         Some(Pages { block_size: got, .. }) if !got.is_power_of_two() || got < need as usize => {
@@ -128,7 +127,7 @@ pub(super) fn output(p: &Problem) -> Output {
     }
 }
 
-/// Whether a kernel that ends with the output has it in the call's type.
+/// Whether the kernel writes output in the call's type.
 pub(super) fn writes(entry: &Entry, p: &Problem) -> bool {
     entry.output == Output::Any || entry.output == output(p)
 }

@@ -6,7 +6,7 @@ use crate::problem::{Problem, RowLayout};
 use crate::tensors::TensorId;
 use gqa_kernels::params::Strides;
 
-/// Where a (batch, head, row) tensor of a launch is.
+/// The address and strides of a (batch, head, row) tensor of a launch.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Operand {
     pub(super) arg: Arg,
@@ -14,7 +14,7 @@ pub(super) struct Operand {
 }
 
 impl Operand {
-    /// A tensor of the call, or the part of it where `layout` begins.
+    /// A tensor of the call, at the offset of `layout`.
     pub(super) fn tensor(problem: &Problem, id: TensorId, layout: RowLayout) -> Self {
         let offset = layout.offset * problem.dtype.size();
         Self { arg: tensor(problem, id, offset), strides: strides(layout) }
@@ -49,7 +49,7 @@ impl Rows {
         }
     }
 
-    /// The tokens of one sequence as those of several, one behind the other.
+    /// Views the tokens of one sequence as those of several, concatenated.
     pub(super) fn of_all_sequences(self) -> Self {
         let together = |rows: Operand| {
             let strides = Strides { batch: 0, ..rows.strides };
@@ -64,7 +64,7 @@ impl Rows {
     }
 }
 
-/// Where K and V are that attention reads, if no launch puts them elsewhere.
+/// The K and V that attention reads, unless a launch writes them elsewhere.
 fn keys_and_values(p: &Problem) -> [Arg; 2] {
     let [key, value] = match p.has_present() {
         true => [TensorId::PresentKey, TensorId::PresentValue],

@@ -1,5 +1,4 @@
-//! A cache that is updated in place: one launch, `scatter_rows`, for one tensor or for keys and
-//! values.
+//! In-place cache updates: one launch, `scatter_rows`, for one tensor or for keys and values.
 
 use super::build::{find, launch, strides, tensor, u32_of};
 use super::contiguous::Composed;

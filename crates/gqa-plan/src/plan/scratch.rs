@@ -26,7 +26,8 @@ impl Scratch {
         Ok(Arg::Workspace { offset, bytes })
     }
 
-    /// `count` counters, which are zero before and after every call. One launch of a call has them.
+    /// `count` counters, which are zero before and after every call. Only one launch of a call may
+    /// use counters.
     pub(super) fn count(&mut self, count: usize) -> Arg {
         self.counters = self.counters.max(count);
         Arg::Counters { count }

@@ -1,10 +1,9 @@
-//! How many keys the rows of a sequence see, in closed form: planning takes no longer for more
-//! rows.
+//! The number of visible keys, in closed form: planning time does not depend on the number of rows.
 
 use crate::problem::{Alignment, Phase, Problem};
 
-/// The rows of the longest sequence, and which of its keys each sees: the one at position `x` those
-/// from `x + 1 - window` to `x + right`, of all that there are.
+/// The rows of the longest sequence and their visible keys: a row at position `x` attends to keys
+/// `x + 1 - window` to `x + right`, within the sequence.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Seen {
     /// Position of row 0.
@@ -30,14 +29,15 @@ impl Seen {
         Self { past, rows: p.q_len, keys: p.total_len, window: p.window, right }
     }
 
-    /// Tiles of `width` keys of which a row sees some, counted for each tile of `height` rows.
+    /// The number of (row tile, key tile) pairs with a visible key, for tiles of `height` rows and
+    /// `width` keys.
     pub(super) fn tiles(self, height: usize, width: usize) -> u128 {
         let Self { past, rows, keys, .. } = self;
         let [past, rows, keys] = [past, rows, keys].map(|n| n as u128);
         let (height, width) = (height.max(1) as u128, width.max(1) as u128);
         let [window, right] = [self.window, self.right].map(|n| n.map(|n| n as u128));
         let all = keys.div_ceil(width);
-        // Of the first tiles of rows, the tiles of keys up to the last that they see.
+        // For the first row tiles, the key tiles up to their last visible key.
         let up_to_last = |tiles: u128| {
             let Some(right) = right else { return tiles * all };
             let end = past + height + right;
@@ -46,7 +46,7 @@ impl Seen {
         };
         let tiles = rows.div_ceil(height);
         let Some(window) = window else { return up_to_last(tiles) };
-        // Windows move on from the first key when a position exceeds them, and end behind the last.
+        // Windows leave key 0 when a position exceeds them, and end after the last key.
         let seeing = (keys + window).saturating_sub(past + 1).div_ceil(height).min(tiles);
         let resting = ((window + height - 1).saturating_sub(past) / height).min(seeing);
         let begin = (past + resting * height + 1).saturating_sub(window);
@@ -54,9 +54,9 @@ impl Seen {
     }
 }
 
-/// The sum of `(step * i + start) / divisor`, rounded down, of all `i` below `count`. What is left
-/// when whole steps are taken out is a sum of the same kind with step and divisor exchanged, as in
-/// Euclid's algorithm.
+/// The sum of `(step * i + start) / divisor`, rounded down, of all `i` below `count`. After whole
+/// steps are split off, the remainder is a sum of the same kind with step and divisor swapped, as
+/// in Euclid's algorithm.
 fn quotients(mut count: u128, [mut step, mut start]: [u128; 2], mut divisor: u128) -> u128 {
     let mut sum = 0;
     loop {

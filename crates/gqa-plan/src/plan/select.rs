@@ -51,7 +51,7 @@ pub(super) fn among(
     Ok(entry)
 }
 
-/// Whether the device is new enough for a kernel, and has the shared memory that it needs.
+/// Whether the device meets the kernel's compute capability and shared memory.
 fn runs_on(entry: &Entry, device: &DeviceInfo) -> Result<(), Rejection> {
     if entry.min_sm > device.sm {
         return Err(Rejection::ComputeCapability { have: device.sm, need: entry.min_sm });
@@ -59,7 +59,7 @@ fn runs_on(entry: &Entry, device: &DeviceInfo) -> Result<(), Rejection> {
     shared_memory(entry, device)
 }
 
-/// Whether the device has what kernels are made of.
+/// Whether the device has the features that the kernel uses.
 pub(super) fn capabilities(needs: &[Capability], device: &DeviceInfo) -> Result<(), Rejection> {
     match needs.iter().find(|need| !device.has(**need)) {
         Some(&need) => Err(Rejection::Capability { need, sm: device.sm }),
@@ -67,21 +67,21 @@ pub(super) fn capabilities(needs: &[Capability], device: &DeviceInfo) -> Result<
     }
 }
 
-/// Whether the device has the shared memory that a block of the kernel needs.
+/// Whether the device has the shared memory that a CTA of the kernel needs.
 pub(super) fn shared_memory(entry: &Entry, device: &DeviceInfo) -> Result<(), Rejection> {
     let (have, need) = (device.shared_bytes, entry.shared_bytes);
     if need > have { Err(Rejection::SharedMemory { have, need }) } else { Ok(()) }
 }
 
-/// Fewest parts of the keys for kernels that have the output of one part in the element type only:
-/// the merge knows both types.
+/// The least number of splits for kernels whose unsplit output has the element type only: the merge
+/// writes both types.
 pub(super) fn least_splits(p: &Problem) -> u32 {
     if p.widens_output() { 2 } else { 1 }
 }
 
-/// Whether an SM has shared memory for two blocks of a kernel at a time.
+/// Whether an SM has shared memory for two CTAs of a kernel.
 pub(super) fn fits_twice(entry: &Entry, device: &DeviceInfo) -> bool {
-    /// What each block takes besides its own; the device's figure has that of one left out.
+    /// Shared memory reserved per CTA by the system; the device's figure already excludes it once.
     const RESERVED: u32 = 1024;
     2 * entry.shared_bytes + RESERVED <= device.shared_bytes
 }

@@ -1,5 +1,5 @@
-//! Calls over a rolling KV cache: the call counted from its first row, with the launches that
-//! make it so around it.
+//! Calls over a rolling KV cache: the inner call, counted from the cache's first row, and the
+//! launches around it.
 //!
 //! | new rows of a sequence | launches |
 //! |---|---|
@@ -47,7 +47,7 @@ pub(super) fn compose(
     Ok(Composed { launches, positions, ..call })
 }
 
-/// What the call counted from the cache finds in scratch.
+/// Scratch tensors of the inner call.
 struct Window<'a> {
     problem: &'a Problem,
     inner: &'a Problem,
@@ -88,7 +88,7 @@ impl<'a> Window<'a> {
                 capacity: sliding.capacity,
                 from_rows: u32_of("rows of the cache", inner.capacity)?,
                 first_prompt: is_prompt.into(),
-                // Without a token all rows that stay are there already.
+                // Without a new token, the surviving rows are already in place.
                 staged: (p.q_len != 1).into(),
                 in_place: (!p.is_staged() && p.cache == CacheBinding::Shared).into(),
                 clears: (p.cache == CacheBinding::Separate).into(),
@@ -100,7 +100,7 @@ impl<'a> Window<'a> {
         })
     }
 
-    /// Whether the rows are those of the sequence's beginning.
+    /// Whether the rows are the first ones of the sequence.
     fn counts_from_zero(&self) -> bool {
         self.problem.phase == Phase::FirstPrompt
     }
@@ -179,7 +179,7 @@ impl<'a> Window<'a> {
         launch(entry, grid, &[arguments, &told].concat(), params)
     }
 
-    /// Where the call counted from the cache finds its tensors.
+    /// The tensors of the inner call that are in scratch.
     fn rebind(&self) -> Rebind {
         let [past_key, past_value] = self.past();
         Rebind(vec![

@@ -1,4 +1,4 @@
-//! Which kernels for which call, as tables; and that what launches are given lies inside the
+//! Tables of which kernels a call gets; and checks that the arguments of launches stay inside the
 //! tensors.
 
 use super::*;
@@ -67,7 +67,7 @@ fn with(problem: Problem, change: impl FnOnce(&mut ProblemFields)) -> Problem {
         .unwrap()
 }
 
-/// attention_bias of a whole batch and all heads, or one for all.
+/// attention_bias shared by the whole batch and all heads.
 fn bias(batch: bool, head: bool, columns: usize) -> Option<Bias> {
     Some(Bias { batch, head, row: false, columns, boolean: false })
 }
@@ -240,7 +240,7 @@ fn blackwell_has_the_decode_steps_that_need_no_wgmma() {
         (1, 8, "b200", "decode_f16_d128_r32"),
         (8, 9, "b200", "decode_f16_d128_r64_mma"),
         (8, 16, "b200", "decode_f16_d128_r64_mma"),
-        // Two tiles of 32 rows, for which the L2 cache holds the keys.
+        // Two tiles of 32 rows, whose keys fit the L2 cache.
         (1, 16, "b200", "decode_f16_d128_r32"),
         (1, 16, "h200", "decode_f16_d128_r64"),
         // Half of 64 rows would stay empty.
@@ -256,7 +256,7 @@ fn blackwell_has_the_decode_steps_that_need_no_wgmma() {
     }
     let forced = PlanOptions { force: Some("gqa_decode_f16_d128_r64"), ..off };
     let refused = plan(&step(1, 16), &device("b200"), &forced).unwrap_err().to_string();
-    assert!(refused.contains("needs wgmma, which compute capability 10.0 has not"), "{refused}");
+    assert!(refused.contains("needs wgmma, which compute capability 10.0 lacks"), "{refused}");
 }
 
 #[test]
@@ -302,10 +302,10 @@ fn prompts_without_wgmma_have_keys_by_tma() {
     }
     let why = |size, name| rejection(&prompt(size), name, &off, Family::TiledTma);
     assert_eq!(why(96, "b200"), "has no tile for head size 96");
-    assert_eq!(why(128, "a100"), "needs TMA, which compute capability 8.0 has not");
+    assert_eq!(why(128, "a100"), "needs TMA, which compute capability 8.0 lacks");
     let refused = why(128, "rtx5090");
-    assert!(refused.starts_with("a block needs 102480 bytes of shared memory"), "{refused}");
-    // Blocks of 128 rows that would leave SMs idle.
+    assert!(refused.starts_with("a CTA needs 102480 bytes of shared memory"), "{refused}");
+    // CTAs of 128 rows that would leave SMs idle.
     let short = with(prompt(256), |p| (p.q_len, p.new_len, p.total_len) = (256, 256, 256));
     assert_eq!(attention(&short, "b200", &off), Family::Tiled);
     let why = rejection(&short, "b200", &off, Family::TiledTma);
@@ -322,8 +322,8 @@ fn a_token_step_is_one_launch_without_clusters_too() {
     for (problem, name, want) in [
         (llama(1, 8191), "a100", "decode_f16_d128_r8"),
         (eight(llama(1, 8191)), "a100", "decode_f16_d128_r8"),
-        // As few row tiles as there can be, but two whole blocks of 16 rows in place of a half one
-        // of 32 where the L2 cache holds the keys.
+        // The fewest row tiles; but two full-size CTAs of 16 rows instead of a half-SM CTA of 32
+        // where the L2 cache holds the keys.
         (llama(4, 4096), "a100", "decode_f16_d128_r16"),
         (llama(8, 4096), "a100", "decode_f16_d128_r16"),
         (with(llama(8, 8184), |p| p.batch = 4), "a100", "decode_f16_d128_r32_w4"),
@@ -353,12 +353,12 @@ fn a_token_step_is_one_launch_without_clusters_too() {
         let blackwell = name == "rtx5090";
         assert!(blackwell || !launch.programmatic && launch.cluster == 1, "{name}");
     }
-    // Half of the SMs take in what memory delivers; splits meet at counters, one for each head.
+    // Half of the SMs saturate memory; splits are merged through counters, one per head.
     let alone = plan(&llama(1, 8191), &device("a100"), &off).unwrap();
     assert_eq!((alone.launches[0].grid, alone.counters), ([7, 8, 1], 8));
     let clusters = PlanOptions { cluster: Some(2), ..PlanOptions::default() };
     let why = rejection(&llama(1, 4096), "a100", &clusters, Family::Decode);
-    assert_eq!(why, "needs thread-block clusters, which compute capability 8.0 has not");
+    assert_eq!(why, "needs thread-block clusters, which compute capability 8.0 lacks");
 }
 
 #[test]
@@ -385,7 +385,7 @@ fn wide_heads_take_tiles_that_hold_their_rows_and_fit() {
 #[test]
 fn long_prompts_take_tiles_of_more_rows() {
     for (size, rows, causal, want) in [
-        // Six tiles of 192 rows step over a third more scores than eight of 128 rows.
+        // Six tiles of 192 rows compute a third more masked scores than eight of 128 rows.
         (64, 1024, true, 128),
         (64, 2048, true, 192),
         (64, 2048, false, 192),
@@ -407,8 +407,7 @@ fn long_prompts_take_tiles_of_more_rows() {
     }
 }
 
-/// Tiles of fewer rows leave registers to rotate queries, which saves the launch before that writes
-/// them.
+/// Tiles of fewer rows have registers left to rotate queries, which saves a launch.
 #[test]
 fn many_keys_that_all_rows_see_take_larger_tiles() {
     let everywhere = |rows| with(llama(rows, 0), |p| p.causal = false);
@@ -627,7 +626,7 @@ fn a_block_that_does_not_fit_is_refused() {
     let tiny = DeviceInfo { shared_bytes: 8 << 10, ..device("h200") };
     let problem = with(llama(512, 0), |p| p.head_size = 256);
     let error = plan(&problem, &tiny, &PlanOptions::default()).unwrap_err().to_string();
-    assert!(error.contains("a block needs") && error.contains("the device has 8192"), "{error}");
+    assert!(error.contains("a CTA needs") && error.contains("the device has 8192"), "{error}");
 }
 
 #[test]
@@ -681,7 +680,7 @@ fn the_prologue_is_as_short_as_the_call_allows() {
         (p.head_size, p.v_head_size) = (64, 64);
         p.rotary = Some(Rotary { dim: 64, ..ROTARY });
     };
-    // `hopper` rotates queries whose positions are not given.
+    // `hopper` rotates queries with implicit positions.
     let elsewhere = || with(base(), explicit);
     for (what, problem, want) in [
         ("shared, rotary", base(), vec!["concat_kv_in_place"]),
@@ -714,8 +713,8 @@ fn the_prologue_is_as_short_as_the_call_allows() {
     }
 }
 
-/// One launch more, before all others, from which these take queries and new keys; also where
-/// attention does all the rest itself.
+/// One more launch, before all others, whose output they read; also where attention does the rest
+/// itself.
 #[test]
 fn normalisation_comes_first() {
     let norm = |p: &mut ProblemFields| p.qk_norm = Some(QkNorm { epsilon: 1e-6 });
@@ -816,7 +815,7 @@ fn the_keys_of_a_long_sequence_are_split_and_merged() {
     assert!(names.len() == 3 && names[2].starts_with("combine"), "{names:?}");
     let params: &AttentionParams = bytemuck::from_bytes(&long.launches[1].params);
     assert!(params.splits > 1 && long.launches[1].grid[1] == params.splits);
-    // As many blocks as there are SMs already: nothing to gain.
+    // One CTA per SM already: splits gain nothing.
     let wide = with(llama(1, 100), |p| p.batch = 512);
     assert_eq!(plan(&wide, &device("t4"), &PlanOptions::default()).unwrap().launches.len(), 2);
     let seven = PlanOptions { splits: Some(7), ..PlanOptions::default() };
@@ -906,12 +905,12 @@ fn a_token_step_on_hopper_is_one_launch() {
     let token = planned(&llama(1, 8000), PlanOptions::default());
     assert_eq!(token.launches.len(), 1, "{}", token.explain());
     assert_eq!((token.launches[0].cluster, token.workspace_bytes, token.counters), (8, 0, 0));
-    // A separate cache is copied first, and what is switched to be separate is.
+    // A separate cache is copied first; disabling the shared cache makes it separate.
     let separate = with(llama(1, 8000), |p| p.cache = CacheBinding::Separate);
     assert!(planned(&separate, PlanOptions::default()).launches.len() > 1);
     let unfused = PlanOptions { disable_fused_kv: true, ..PlanOptions::default() };
     assert!(planned(&llama(1, 8000), unfused).launches.len() > 1);
-    // Clusters that share a head's keys meet at counters, one for each of their blocks.
+    // Clusters that share a head's keys are merged through counters, one for each of their CTAs.
     let shared = PlanOptions { cluster: Some(4), splits: Some(3), ..PlanOptions::default() };
     let shared = planned(&llama(1, 8000), shared);
     assert_eq!((shared.launches[0].grid, shared.counters), ([3 * 4, 8, 1], 4 * 8));
@@ -1015,7 +1014,7 @@ fn the_explanation_tells_the_whole_plan() {
     }
 }
 
-/// Every combination of what a plan depends on, each kind a few values.
+/// All combinations of a few values of everything that a plan depends on.
 fn problems() -> impl Iterator<Item = Problem> {
     let shapes = [(1, 40, 0), (3, 1, 70), (2, 9, 33), (1, 200, 0), (2, 3, 900)];
     let kinds = 0..(shapes.len() * 64);
@@ -1082,8 +1081,8 @@ fn problems() -> impl Iterator<Item = Problem> {
     })
 }
 
-/// Heads of other sizes than kernels are made for are padded by those of the next larger one, also
-/// where a block has 99 KB of shared memory; but for rows of quantized values that are no vectors.
+/// Other head sizes use the next larger kernel with padding, also with 99 KB of shared memory;
+/// except for quantized rows that are not multiples of a vector.
 #[test]
 fn a_step_pads_heads_that_have_no_kernel_of_their_own() {
     let off = PlanOptions::default();
@@ -1125,7 +1124,7 @@ fn quantized(problem: Problem, format: QuantFormat) -> Problem {
     with(problem, |p| p.quantized = Some(Quantization { format, scales: Scales::PerTensor }))
 }
 
-/// Of 72 whole blocks two would lie on some pairs of SMs and one on others.
+/// With 72 full-size CTAs, some pairs of SMs would have two and some one.
 #[test]
 fn nine_long_sequences_of_8_bits_take_clusters_of_four() {
     let cluster = |format, past| {
@@ -1192,7 +1191,7 @@ fn rows_with_scales_of_their_own_are_read_by_decode_alone() {
     assert!(kernels(&prompt, &off).contains(&"append_dequantized_rows"));
     for family in [Family::HopperQuantized, Family::HopperFloat8] {
         let why = rejection(&prompt, "h200", &off, family);
-        assert_eq!(why, "does not take a scale for each row of the KV cache");
+        assert_eq!(why, "does not take per-token scales");
     }
 }
 
@@ -1254,11 +1253,11 @@ fn products_of_float8_where_they_pay() {
     assert!(taken(&prompt(128, 512, 7680)) && taken(&prompt(256, 512, 3584)));
     assert_eq!(why(&prompt(128, 512, 7679)), "8191 keys are under 8192");
     assert_eq!(why(&prompt(256, 512, 3583)), "4095 keys are under 4096");
-    // Rows that read the cache as it is, or leave half of the SMs idle.
+    // Rows that read the quantized cache directly, or leave half of the SMs idle.
     let batch = with(prompt(128, 256, 7936), |p| (p.batch, p.dtype) = (8, DType::BF16));
     assert_eq!(why(&batch), "1024 query rows are under 1025");
     assert_eq!(kernels(&batch, &off)[1..], ["hopper_quantized_f8_bf16_d128"]);
-    let splits = "does not split the keys, of which there would be 2 splits";
+    let splits = "does not split keys; this call needs 2 splits";
     assert_eq!(why(&prompt(256, 256, 7936)), splits);
     assert!(taken(&prompt(256, 384, 7808)));
     let force = Some("gqa_hopper_float8_f16_d128");
@@ -1310,7 +1309,7 @@ fn codes_become_numbers_behind_all_that_appends() {
     assert_eq!(readers, ["append_dequantized"]);
 }
 
-/// A call whose cache of 1024 rows rolls under a window of 1000.
+/// A call with a rolling cache of 1024 rows and a window of 1000.
 fn sliding(s: usize, past: usize) -> Problem {
     with(llama(s, past), |p| {
         (p.slides, p.window) = (true, Some(1000));
@@ -1417,7 +1416,7 @@ fn blocks_are_read_where_they_are() {
     assert_eq!(kernels_of(over_blocks(8, 2, 500)), ["decode_paged_f16_d128_r8"]);
     let slotted = ["paged_append", "decode_paged_f16_d128_r8"];
     assert_eq!(kernels_of(slots(over_blocks(8, 1, 500))), slotted);
-    // Where nothing is appended nothing comes before attention, unless queries move.
+    // Without an append no launch precedes attention, unless queries rotate.
     let appended = |p: Problem| p.appended();
     assert_eq!(kernels_of(appended(over_blocks(8, 1, 500))), slotted[1..]);
     assert_eq!(kernels_of(appended(equal(over_blocks(8, 512, 512)))), prompt[1..]);
@@ -1427,7 +1426,7 @@ fn blocks_are_read_where_they_are() {
     };
     assert_eq!(gathered(None)[0], "paged_gather");
     assert_eq!(gathered(Some(ROTARY))[..2], ["paged_append", "paged_gather"]);
-    // Where sequences are many, query heads read keys sooner than they are gathered.
+    // With many sequences, reading keys per query head is faster than gathering them.
     assert_eq!(kernels_of(equal(over_blocks(8, 40, 500))), prompt);
     let wide = |p: Problem, size| with(p, |p| (p.head_size, p.v_head_size) = (size, size));
     let padded = ["decode_paged_padded_f16_d128_r16_w4"];
@@ -1449,38 +1448,39 @@ fn tokens_beside_a_prompt_have_a_kernel_of_their_own() {
     let plan = plan(&mixed(512 + 31), &device("h200"), &off).unwrap();
     let [_, first, step, last] = &plan.launches[..] else { panic!("four launches") };
     let few: &PagedDecodeParams = bytemuck::from_bytes(&step.params);
-    // Two tokens of four heads fill its rows, and the cache has them already.
+    // Two tokens of four heads fill its rows; the cache already holds the keys.
     assert_eq!((few.decode.attention.q_len, few.longest, few.decode.new_len), (2, 512, 0));
     // Each of these overlaps the one ahead of it.
     assert_eq!([first, step, last].map(|launch| launch.overlaps), [false, true, true]);
     assert_eq!([first, step, last].map(|launch| launch.programmatic), [false, true, true]);
     assert!([first, step, last].iter().all(|launch| !launch.concurrent));
     assert_eq!(few.decode.overlap, overlap::ALL);
-    // Half of the SMs read all that memory delivers.
+    // Half of the SMs saturate memory.
     assert_eq!((first.grid[0], last.grid[0]), (66, 132 - 66));
     for (launch, helps) in [(first, 0), (last, 1)] {
         let many: &PagedHopperParams = bytemuck::from_bytes(&launch.params);
         assert_eq!((many.hopper.attention.q_len, many.least), (512, 3));
         assert_eq!((many.primary, many.secondary, many.is_secondary), (66, 132 - 66, helps));
     }
-    // Four tokens of each fill sixteen rows, eight 32.
+    // Four tokens per sequence fill sixteen rows, eight fill 32.
     for (tokens, step) in [(4, "decode_paged_f16_d128_r16_w4"), (8, "decode_paged_f16_d128_r32_w4")]
     {
         let several = mixed(512 + 31 * tokens);
         assert_eq!(kernels(&several, &off), ["paged_append", prompt, step, prompt]);
     }
-    // One SM has no room for two kernels, and no launch is without blocks.
+    // One SM has no room for two kernels, and no launch is empty.
     let single = DeviceInfo { multiprocessors: 1, ..device("h200") };
     let plan = super::plan(&mixed(512 + 31), &single, &off).unwrap();
     assert!(plan.launches.iter().all(|launch| !launch.overlaps && launch.grid[0] > 0));
-    // Where there is no room for sequences of few tokens there are none.
+    // If no sequence can be short, no kernel serves short ones.
     let prompts = ["paged_append", "hopper_paged_f16_d128"];
     assert_eq!(kernels(&mixed(32 * 512 - 500), &off), prompts);
     let disabled = PlanOptions { disable_flash_decode: true, ..PlanOptions::default() };
     assert_eq!(kernels(&mixed(512 + 31), &disabled), prompts);
 }
 
-/// Where prompts are all as long as the longest if others have one token each, these have that.
+/// If all prefills are as long as the longest once the others have one token each, they have that
+/// length.
 #[test]
 fn single_tokens_beside_equal_prompts_take_the_smallest_row_tile() {
     let kernel = |tokens: usize| {
@@ -1492,7 +1492,7 @@ fn single_tokens_beside_equal_prompts_take_the_smallest_row_tile() {
     assert_eq!(kernel(40 + 4 * 100), Some("decode_paged_f16_d128_r32_w4"));
 }
 
-/// One sequence alone would have splits of its keys, whose merge cannot run beside other launches.
+/// A single sequence would have splits, whose merge cannot run concurrently with other launches.
 #[test]
 fn one_long_sequence_beside_a_prompt_has_no_splits() {
     let p = with(over_blocks(2, 512, 32_256), |p| {
@@ -1504,7 +1504,7 @@ fn one_long_sequence_beside_a_prompt_has_no_splits() {
     assert!(step.concurrent || step.overlaps, "{launches:?}");
 }
 
-/// A launch of its own costs less than a few row tiles with one token each.
+/// A separate launch costs less than a few row tiles with one token each.
 #[test]
 fn few_sequences_come_apart_from_a_prompt() {
     let mixed = |steps: usize, keys: usize| {
@@ -1517,8 +1517,7 @@ fn few_sequences_come_apart_from_a_prompt() {
     assert_eq!(kernels(&mixed(6, 364), &off)[1..], rest);
 }
 
-/// Over few keys the decode kernel begins first. It appends its own rows, but where slot_mapping
-/// says where they go.
+/// With few keys the decode kernel starts first. It appends its own rows, except by slot_mapping.
 #[test]
 fn decode_begins_first_in_short_mixed_batches() {
     let p = with_pages(over_blocks(32, 512, 2048), |pages| Pages { tokens: 512 + 31, ..pages });
@@ -1539,8 +1538,7 @@ fn decode_begins_first_in_short_mixed_batches() {
     }
 }
 
-/// In blocks of half an SM where these have few keys to read or are many, unless somebody says
-/// otherwise.
+/// Half-SM CTAs where they have few keys or are many, unless an option overrides it.
 #[test]
 fn decode_beside_prefill_is_in_halves_of_sms() {
     let mixed = |steps: usize, total: usize| {
@@ -1571,7 +1569,7 @@ fn blocks_are_gathered() {
     let large = with(over_blocks(1, 17, 500), |p| (p.head_size, p.v_head_size) = (192, 192));
     rejections(&large, [new, "17 query rows are under 64"]);
     let odd = |p| with_pages(p, |pages| Pages { block_size: 48, ..pages });
-    let why = "blocks of 48 rows are no power of two of 16 or more";
+    let why = "the block size 48 is not a power of two of 16 or more";
     rejections(&odd(over_blocks(8, 1, 500)), [why, why]);
     rejections(&odd(over_blocks(8, 512, 512)), [why, why]);
     assert_eq!(
@@ -1588,7 +1586,7 @@ fn blocks_are_gathered() {
     assert_eq!(kernels(&few, &off)[..2], [append, gather]);
 }
 
-/// Chunks of few rows are multiplied by quantized values that each row tile converts.
+/// For chunks of few rows, each row tile converts the quantized values.
 #[test]
 fn chunks_read_quantized_blocks() {
     let off = PlanOptions::default();
@@ -1623,7 +1621,7 @@ fn chunks_read_quantized_caches() {
         assert_eq!(rejection(p, "h200", &off, Family::HopperQuantized), why);
     };
     refused(&chunks(256), "1024 packed query rows are over 512");
-    refused(&chunk(128), "does not split the keys, of which there would be 4 splits");
+    refused(&chunk(128), "does not split keys; this call needs 4 splits");
     let asked =
         PlanOptions { splits: Some(3), disable_flash_decode: true, ..PlanOptions::default() };
     assert!(kernels(&chunk(512), &asked).contains(&"hopper_split_f16_d128"));
@@ -1632,8 +1630,8 @@ fn chunks_read_quantized_caches() {
     refused(&apart, "past and present are not one cache");
 }
 
-/// Keys of float8 are multiplied as they are where queries are bfloat16, so that more chunks read
-/// the cache where it is.
+/// Float8 keys are multiplied directly if queries are bfloat16, so that more chunks read the cache
+/// in place.
 #[test]
 fn chunks_are_multiplied_by_keys_of_float8() {
     let off = PlanOptions::default();
@@ -1651,7 +1649,7 @@ fn chunks_are_multiplied_by_keys_of_float8() {
     assert_eq!(kernels(&blocks(513), &off)[2..], prompt);
 }
 
-/// On GPUs without wgmma, whatever the sequences' lengths, and with log-sum-exps.
+/// On GPUs without wgmma, for any lengths, and with log-sum-exps.
 #[test]
 fn blocks_are_read_where_they_are_without_wgmma() {
     let off = PlanOptions::default();
@@ -1675,7 +1673,7 @@ fn blocks_are_read_where_they_are_without_wgmma() {
     let [append, dequantize] = ["paged_append_quantized", "paged_dequantize"];
     let launches = [append, dequantize, "tiled_paged_f16_d128", "paged_gaps"];
     assert_eq!(on("a100", &codes, &off), launches);
-    // A decode step of each sequence beside a prompt; nobody shares tiles with a launch beside it.
+    // One decode step per sequence and a prefill; no other launch shares the tile queue.
     let mixed = with_pages(over_blocks(64, 512, 8192), |pages| Pages { tokens: 575, ..pages });
     let [append, tiled] = prompt;
     assert_eq!(on("a100", &mixed, &off), ["decode_paged_f16_d128_r8", append, tiled]);
@@ -1695,7 +1693,7 @@ fn blocks_are_read_where_they_are_without_wgmma() {
     assert!(why.starts_with("does not split the keys"), "{why}");
     let lse = with(over_blocks(8, 512, 512), |p| p.lse = true);
     let why = rejection(&lse, "h200", &off, Family::TiledPaged);
-    assert_eq!(why, "kernels with wgmma do better over gathered rows");
+    assert_eq!(why, "kernels with wgmma are faster over gathered rows");
     let force = Some("gqa_tiled_paged_f16_d128");
     let forced = PlanOptions { force, ..PlanOptions::default() };
     assert_eq!(on("h200", &over_blocks(8, 512, 512), &forced), prompt);
@@ -1704,8 +1702,8 @@ fn blocks_are_read_where_they_are_without_wgmma() {
     assert_eq!(why, "switched off by GQA_DISABLE_FLASH_ATTENTION");
 }
 
-/// Quantized values of prompts become numbers in blocks of their own, whatever the blocks of the
-/// quantized values.
+/// For prefills, dequantized values are written to new blocks, whatever the block size of the
+/// cache.
 #[test]
 fn codes_in_blocks_become_numbers_in_blocks() {
     let off = PlanOptions::default();
@@ -1763,7 +1761,7 @@ fn arguments_lie_inside_their_tensors() {
     assert!(launches > 1500, "{launches}");
 }
 
-/// The bytes that each argument's strides and counts reach, against the bytes that it has.
+/// Compares the bytes that each argument's strides and counts reach with its size.
 fn check(plan: &Plan, launch: &Launch) {
     let [x, y, z] = launch.grid;
     assert!(x > 0 && x <= i32::MAX as u32 && (1..=65535).contains(&y) && (1..=65535).contains(&z));
@@ -2141,7 +2139,7 @@ fn float8_reach(name: &str, problem: &Problem, launch: &Launch, element: usize) 
         "q_codes" => (a.batch * a.q_heads * a.q_len * a.head_size) as usize,
         "row_factors" => (a.batch * a.q_heads * a.q_len) as usize * 4,
         "v_codes" => {
-            // Tiles of 128 keys, or of 64 keys of two halves of the head.
+            // Tiles of 128 keys, or of 64 keys with the two halves of the head side by side.
             let keys = if a.head_size > 128 { 64 } else { 128 };
             let columns = 128 * a.capacity.div_ceil(keys);
             (a.batch * a.kv_heads * a.head_size.min(128) * columns) as usize

@@ -1,5 +1,4 @@
-//! A mask over the new tokens where no kernel takes one: `tree_mask_rows` writes it as a mask over
-//! all keys, which others take.
+//! Expands a tree mask for kernels without one: `tree_mask_rows` writes it as a mask over all keys.
 
 use super::build::{find, launch, tensor, u32_of};
 use super::device::DeviceInfo;
@@ -22,7 +21,7 @@ pub(super) struct Expanded {
 }
 
 impl Expanded {
-    /// Of a call whose tensors are `given`'s, and whose attention is `problem`'s.
+    /// For a call with the tensors of `given` and the attention of `problem`.
     pub(super) fn new(
         given: &Problem,
         problem: &Problem,
@@ -42,7 +41,7 @@ impl Expanded {
     }
 }
 
-/// The call with a mask over all keys, of which a vector is written at once.
+/// The call with a mask over all keys, with rows padded to whole vectors.
 fn masked(problem: &Problem) -> Result<Problem> {
     let columns = problem.total_len.next_multiple_of(Problem::VECTOR_BYTES);
     let bias = Bias { batch: false, head: true, row: false, columns, boolean: true };

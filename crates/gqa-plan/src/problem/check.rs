@@ -1,6 +1,6 @@
-//! What a call must be, however it was described: heads that agree, sizes that can be counted and
-//! addressed, and no two features that contradict each other. Errors have the names by which
-//! [`engine`](crate::engine) takes these numbers. What passes allocates no memory.
+//! The rules that every call obeys, however it was described: consistent heads, countable and
+//! addressable sizes, and no contradicting features. Errors use the names of
+//! [`engine`](crate::engine). A call that passes allocates no memory here.
 
 use super::{
     Alignment, CacheBinding, CallKind, Layout, Phase, Problem, ProblemFields, QkOutput, RowStrides,
@@ -10,7 +10,7 @@ use crate::limits::{MAX_HEAD_SIZE, MAX_HEADS, addressable, check_rows};
 use crate::problem::QuantFormat;
 use gqa_tensor::{DType, Error, Result};
 
-/// Errs where a rule is broken; `why` has what was got and what is allowed.
+/// Errs where a rule is broken; `why` has the value and the allowed ones.
 fn refuse<G: ToString, A: ToString>(
     broken: bool,
     argument: &'static str,
@@ -93,7 +93,8 @@ impl ProblemFields {
         check_rows("present_key", &[batch, kv_heads, capacity])
     }
 
-    /// Errs where scores would be no numbers, and where what hides keys contradicts itself.
+    /// Checks that scores stay finite, and that the features that mask keys do not contradict each
+    /// other.
     fn check_scores(&self) -> Result<()> {
         let softcap = self.softcap.unwrap_or(1.0);
         refuse(!self.scale.is_finite(), "scale", || (self.scale, "a finite number"))?;
@@ -123,7 +124,7 @@ impl ProblemFields {
         })
     }
 
-    /// Errs unless query and key can be normalized and rotated as the call says.
+    /// Checks QK-norm and RoPE.
     fn check_rotation(&self) -> Result<()> {
         let read = || ("one", "none, as keys and values are read where they are");
         refuse(self.is_external() && self.rotary.is_some(), "rope", read)?;
@@ -155,7 +156,7 @@ impl ProblemFields {
         (self.v_head_size, self.v_dtype) == (self.head_size, self.dtype)
     }
 
-    /// Errs unless the cache can be what it is said to be.
+    /// Checks the KV cache.
     fn check_cache(&self) -> Result<()> {
         if !self.attends() {
             return self.check_plain();
@@ -175,7 +176,10 @@ impl ProblemFields {
             && self.has_like_values()
             && (self.new_len == self.q_len || self.cache == CacheBinding::Shared);
         refuse(self.packed && !packs, "packed", || {
-            ("true", "false, but in layout Bsnh, over a cache of keys and values alike")
+            (
+                "true",
+                "false, except in layout Bsnh over a cache with keys and values of one type and size",
+            )
         })?;
         self.check_appended()?;
         let window = self.window.unwrap_or(capacity);
@@ -255,7 +259,7 @@ impl ProblemFields {
         let Some(quantized) = self.quantized else { return Ok(()) };
         let (size, elements) = (self.head_size, quantized.codes_per_element());
         refuse(self.is_external() || !self.has_like_values(), "quantized", || {
-            ("one", "none, but over a cache of keys and values alike")
+            ("one", "none, except over a cache with keys and values of one type and size")
         })?;
         let is_whole = quantized.format != QuantFormat::Int4 || size.is_multiple_of(2);
         refuse(!is_whole, "heads.size", || (size, "an even number, over 4-bit values"))?;
@@ -273,7 +277,7 @@ impl ProblemFields {
         })
     }
 
-    /// Errs where a call over a paged KV cache is what dense calls alone can be.
+    /// Errs where a call over a paged KV cache has a feature of contiguous calls.
     fn check_pages(&self) -> Result<()> {
         let Some(pages) = self.pages else { return Ok(()) };
         let none = || ("one", "none, over a paged KV cache");
@@ -289,7 +293,10 @@ impl ProblemFields {
         let shared = self.cache == CacheBinding::Shared && !self.slides && begun;
         let rows = self.layout == Layout::Bsnh && self.alignment == Alignment::Phase;
         refuse(!(shared && rows && self.has_like_values()), "pages", || {
-            ("pages", "none, but in layout Bsnh, with one cache of keys and values alike")
+            (
+                "pages",
+                "none, except in layout Bsnh with a shared cache, keys and values of one type and size",
+            )
         })?;
         let most = pages.per_sequence.saturating_mul(pages.block_size);
         refuse(pages.tokens > 0 && pages.block_size == 0, "block_size", || (0, "1 or more"))?;
@@ -302,7 +309,8 @@ impl ProblemFields {
         addressable("cache", &[pages.blocks, pages.block_size, self.kv_heads, self.head_size])?;
         check_rows("cache", &[pages.blocks, pages.block_size, self.kv_heads])?;
         check_rows("block_table", &[self.batch, pages.per_sequence])?;
-        // Row tiles of all sequences, the last of each only begun.
+        // An upper bound on the row tiles of all sequences: the last tile of each may be partly
+        // filled.
         check_rows("query", &[pages.tokens.saturating_add(self.batch), self.q_heads])
     }
 
@@ -325,8 +333,7 @@ impl ProblemFields {
         })
     }
 
-    /// Errs unless a tensor of these dimensions can have these strides, if it has some: multiples
-    /// of 16 bytes that can be addressed.
+    /// Checks the strides of a tensor, if it has some: multiples of 16 bytes that can be addressed.
     fn check_tensor_strides(
         &self,
         name: &'static str,

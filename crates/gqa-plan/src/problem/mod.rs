@@ -15,22 +15,22 @@ use std::ops::{Deref, Range};
 pub enum Phase {
     /// `sequence_length == total_sequence_length`: no past, right-padded.
     FirstPrompt,
-    /// More than one new row after a past (chunked prefill, speculative decoding).
+    /// Several new rows after a past (chunked prefill, speculative decoding).
     SubsequentPrompt,
     /// One new row after a past.
     TokenGeneration,
 }
 
-/// Where query rows stand among the keys. What a row sees depends on its position.
+/// The positions of query rows among the keys, which decide the visible keys.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Alignment {
-    /// As [`Phase`] says: a first prompt begins at position 0, and its rows at or behind the
-    /// sequence's length are padding; other rows are the sequence's last.
+    /// As [`Phase`] says: the rows of a first prompt begin at position 0, and rows at or after the
+    /// sequence's length are padding; other rows are the last ones of the sequence.
     Phase,
-    /// Row 0 has that position in every sequence, however long that is; there is no padding.
+    /// Row 0 has this position in every sequence, whatever its length; no row is padding.
     Past(usize),
-    /// The rows are the sequence's last. Where it is shorter than they are many, the first stand
-    /// before key 0.
+    /// The rows are the last ones of the sequence. If there are more query rows than keys, the
+    /// first rows precede key 0.
     End,
 }
 
@@ -43,18 +43,18 @@ pub enum CallKind {
     Rotation,
     /// The cache, with new rows.
     Cache,
-    /// A cache in place, with the rows of an update where each sequence wants them. Rows are of any
-    /// type; where `v_head_size` is 0 there is one tensor, key and present_key.
+    /// A cache updated in place: each sequence's new rows go to rows of its choice. Rows may have
+    /// any type; where `v_head_size` is 0 there is one tensor, key and present_key.
     Update(WriteMode),
 }
 
-/// What becomes of rows that are written behind a cache's last one.
+/// The handling of rows written past the end of a cache.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum WriteMode {
     /// There are none.
     #[default]
     Linear,
-    /// They go to the first rows of the cache, which counts on from its end.
+    /// They wrap around to the first rows of the cache.
     Circular,
 }
 
@@ -63,10 +63,9 @@ pub enum WriteMode {
 pub enum CacheBinding {
     /// Present is past: new rows are appended in place, all other rows stay untouched.
     Shared,
-    /// Past is copied, new rows follow, rows behind the sequence's length are zero.
+    /// Past is copied, new rows follow, and rows past the sequence's length are zero.
     Separate,
-    /// There is none: key and value are all there is, in the call's layout, and attention reads
-    /// them where they are.
+    /// No cache: attention reads key and value in place, in the call's layout.
     External,
 }
 
@@ -104,15 +103,15 @@ pub struct Rotary {
     pub explicit: Option<usize>,
 }
 
-/// Normalisation of each head's rows of query and key by their root mean square, before they rotate
-/// (QK-norm).
+/// RMS normalisation of each head of query and key before RoPE (QK-norm).
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct QkNorm {
     /// Added to the mean of squares.
     pub epsilon: f32,
 }
 
-/// A cache that holds codes: each times its scale is a number (`gqa_kernels::num::Code` says how).
+/// A quantized cache: dequantized value = quantized value * scale (`gqa_kernels::num::Code` has the
+/// formats).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Quantization {
     /// What the quantized values are.
@@ -121,26 +120,25 @@ pub struct Quantization {
     pub scales: Scales,
 }
 
-/// What each scale of a quantized KV cache is for.
+/// The granularity of the scales of a quantized KV cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Scales {
     /// All of the cache: one element.
     PerTensor,
     /// A KV head: (KV heads).
     PerHead,
-    /// A channel, which is an element of a KV head: (KV heads, head_size).
+    /// Per channel, an element of a KV head: (KV heads, head_size).
     PerChannel,
-    /// A row of the cache: a token's of a KV head. They lie beside the cache, as it does but for
-    /// its last dimension, and are part of it: a call that appends rows writes the scales of these.
+    /// Per token and KV head. These scales are part of the cache: tensors of its shape without the
+    /// last dimension, which a call that appends rows writes as well.
     ///
-    /// A row's scale is its largest absolute value divided by the largest quantized value there is
-    /// (127, 7 or 448), and 1 where that is no normal number: of rows of zeros, of such small
-    /// numbers that it would be subnormal, and of rows with an infinity. NaN is not looked at.
+    /// A row's scale is its largest absolute value divided by the largest quantized value (127, 7
+    /// or 448). It is 1 where the quotient is zero, subnormal or infinite. NaN is ignored.
     PerToken,
 }
 
 impl Scales {
-    /// How many there are; none that could be counted without the cache where each row has its own.
+    /// The number of scales; `None` for per-token scales, whose number depends on the cache.
     pub fn count(self, kv_heads: usize, head_size: usize) -> Option<usize> {
         match self {
             Self::PerTensor => Some(1),
@@ -161,15 +159,15 @@ impl Quantization {
         }
     }
 
-    /// Quantized values of an element of the cache's tensors.
+    /// Quantized values per element of the cache's tensors.
     pub fn codes_per_element(self) -> usize {
         if self.format == QuantFormat::Int4 { 2 } else { 1 }
     }
 }
 
-/// A paged KV cache, and sequences whose new tokens lie one behind the other: `query`, `key`,
-/// `value` and `output` are (tokens, heads · head_size), the cache is (blocks, rows of a block, KV
-/// heads, head_size).
+/// A paged KV cache, and sequences whose new tokens are concatenated: `query`, `key`, `value` and
+/// `output` are (tokens, heads · head_size), the cache is (blocks, rows of a block, KV heads,
+/// head_size).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Pages {
     /// New tokens of all sequences.
@@ -178,16 +176,17 @@ pub struct Pages {
     pub blocks: usize,
     /// Rows of a block.
     pub block_size: usize,
-    /// Blocks of a sequence at most: columns of block_table.
+    /// Maximum blocks of a sequence: columns of block_table.
     pub per_sequence: usize,
-    /// slot_mapping says where new rows go, rather than block_table.
+    /// slot_mapping, rather than block_table, has the cache rows of new tokens.
     pub slots: bool,
-    /// Lengths count the new tokens, rather than the rows before them.
+    /// Lengths include the new tokens.
     pub counts_new: bool,
 }
 
 impl Pages {
-    /// The rows of a sequence of `past` rows and `new` tokens that some token sees.
+    /// The visible rows of a sequence of `past` rows and `new` tokens: those that some new token
+    /// attends to.
     pub fn rows_read(window: Option<usize>, past: usize, new: usize) -> Range<usize> {
         match new {
             0 => 0..0,
@@ -195,8 +194,8 @@ impl Pages {
         }
     }
 
-    /// The blocks of those rows. Blocks wholly before the window may have been given to other
-    /// sequences.
+    /// The blocks of those rows. Blocks entirely before the window may belong to other sequences by
+    /// now.
     pub fn blocks_read(&self, window: Option<usize>, past: usize, new: usize) -> Range<usize> {
         let rows = Self::rows_read(window, past, new);
         rows.start / self.block_size..rows.end.div_ceil(self.block_size)
@@ -225,12 +224,12 @@ pub struct Bias {
     pub row: bool,
     /// Row length. Keys from there on are hidden.
     pub columns: usize,
-    /// Booleans that hide keys where they are false, rather than numbers to be added.
+    /// A boolean mask, which hides keys where it is false, rather than a bias.
     pub boolean: bool,
 }
 
 impl Bias {
-    /// Bytes of a row, if numbers have the type `dtype`.
+    /// Bytes of a row; `dtype` is the type of a bias.
     pub fn row_bytes(&self, dtype: DType) -> usize {
         self.columns * if self.boolean { 1 } else { dtype.size() }
     }
@@ -245,15 +244,15 @@ pub enum QkOutput {
     BeforeSoftmax,
     /// Softmax weights; masked entries 0.
     AfterSoftmax,
-    /// After scale, for every key there is, masked or not.
+    /// After scale, for all keys, masked or not.
     Scaled,
-    /// After scale and softcap, for every key there is, masked or not.
+    /// After scale and softcap, for all keys, masked or not.
     Capped,
     /// After scale, softcap and bias; masked entries -inf.
     Biased,
 }
 
-/// Element distances of a (batch, head, row) tensor and where its first element is.
+/// Strides of a (batch, head, row) tensor in elements, and the offset of its first element.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct RowLayout {
     /// Index of (0, 0, 0).
@@ -267,7 +266,7 @@ pub struct RowLayout {
 }
 
 impl RowLayout {
-    /// The same place with other strides, if there are some.
+    /// The same offset with other strides, if given.
     fn with(self, strides: Option<RowStrides>) -> Self {
         let RowStrides { batch, head, row } = strides.unwrap_or(self.into());
         Self { offset: self.offset, batch, head, row }
@@ -279,7 +278,7 @@ impl RowLayout {
     }
 }
 
-/// Element distances of a (batch, head, row) tensor whose heads are contiguous.
+/// Strides of a (batch, head, row) tensor with contiguous heads, in elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct RowStrides {
     /// From one batch entry to the next.
@@ -297,7 +296,7 @@ impl From<RowLayout> for RowStrides {
 }
 
 impl RowStrides {
-    /// Elements from the first to behind the last of a tensor with these strides.
+    /// Elements from the first to the end of the last row of a tensor with these strides.
     pub fn extent(self, [batch, heads, rows, size]: [usize; 4]) -> Option<usize> {
         if [batch, heads, rows, size].contains(&0) {
             return Some(0);
@@ -308,7 +307,7 @@ impl RowStrides {
             .try_fold(size, |extent, (n, stride)| extent.checked_add((n - 1).checked_mul(stride)?))
     }
 
-    /// Whether no element of such a tensor is another one, too.
+    /// Whether no two indices of such a tensor share an element.
     fn is_injective(self, [batch, heads, rows, size]: [usize; 4]) -> bool {
         let mut steps = [(self.batch, batch), (self.head, heads), (self.row, rows)];
         steps.sort_unstable();
@@ -321,7 +320,7 @@ impl RowStrides {
     }
 }
 
-/// Strides of tensors in device memory that are not contiguous, such as slices of a larger tensor.
+/// Strides of non-contiguous tensors in device memory, such as slices of a larger tensor.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Strided {
     /// Of query.
@@ -334,9 +333,9 @@ pub struct Strided {
     pub output: Option<RowStrides>,
 }
 
-/// A call whose sizes and features are legal and agree. A [layer](crate::engine::Layer) makes it of
-/// an engine's call, an ONNX operator of its tensors, and [`new`](Self::new) of its
-/// [fields](ProblemFields). These can be read, and never written: plans rely on what was checked.
+/// A checked call. A [layer](crate::engine::Layer) makes it from an engine's description, an ONNX
+/// operator from its tensors, and [`new`](Self::new) from its [fields](ProblemFields). Fields can
+/// be read and never written: plans rely on the checks.
 ///
 /// ```compile_fail,E0594
 /// # fn example(problem: &mut gqa_plan::Problem) {
@@ -368,11 +367,10 @@ pub struct ProblemFields {
     pub computes: CallKind,
     /// Type of query, key, bias, sink, output_qk, and of the key cache unless that is quantized.
     pub dtype: DType,
-    /// Type of value and value cache, likewise. Not that of the others in some calls of ONNX
-    /// Attention only.
+    /// Type of value and value cache, likewise. It differs from `dtype` only in some calls of ONNX
+    /// Attention.
     pub v_dtype: DType,
-    /// Type of output: `dtype`, or float32 or float8e4m3fn where GroupQueryAttention is asked for
-    /// that.
+    /// Type of output: `dtype`, or float32 or float8e4m3fn where the call requests that.
     pub out_dtype: DType,
     /// B
     pub batch: usize,
@@ -380,14 +378,14 @@ pub struct ProblemFields {
     pub q_heads: usize,
     /// Nk; divides N.
     pub kv_heads: usize,
-    /// H, of query and key: a multiple of 8 in GroupQueryAttention.
+    /// H, the head size of query and key: a multiple of 8 in GroupQueryAttention.
     pub head_size: usize,
-    /// Of value and output; H in GroupQueryAttention.
+    /// The head size of value and output; H in GroupQueryAttention.
     pub v_head_size: usize,
     /// S: query rows per batch entry.
     pub q_len: usize,
     /// L: new K and V rows per batch entry. In GroupQueryAttention S, or 0 where the cache already
-    /// holds all rows.
+    /// holds them.
     pub new_len: usize,
     /// T: the batch's longest sequence; columns of output_qk.
     pub total_len: usize,
@@ -404,7 +402,7 @@ pub struct ProblemFields {
     /// The cache may be shorter than a sequence: it holds the newest rows, `window` of them or
     /// more, from its row 0 on. Otherwise row `j` of a sequence is row `j` of the cache.
     pub slides: bool,
-    /// Blocks that the cache consists of; then a sequence has up to `q_len` new tokens and
+    /// The paged KV cache, if the call has one; then a sequence has up to `q_len` new tokens and
     /// `total_len` in all.
     pub pages: Option<Pages>,
     /// What the cache holds instead of numbers.
@@ -413,36 +411,37 @@ pub struct ProblemFields {
     pub packed: bool,
     /// Order of the dimensions of query, key, value and output.
     pub layout: Layout,
-    /// Those of query, key, value and output that are not contiguous.
+    /// Strides of query, key, value and output where not contiguous.
     pub strided: Strided,
     /// Normalisation of query and key.
     pub qk_norm: Option<QkNorm>,
     /// Rotary embedding.
     pub rotary: Option<Rotary>,
-    /// Factor on q·k, resolved; as exact as the default is where values are float64.
+    /// The resolved scale of q·k, in double precision for float64 values.
     pub scale: f64,
     /// Scores become softcap · tanh(score / softcap).
     pub softcap: Option<f32>,
-    /// A query at position p sees keys from p - window + 1 on: that many, its own included.
+    /// A query at position p attends to keys from p - window + 1 on: `window` keys, including its
+    /// own.
     pub window: Option<usize>,
-    /// A query at position p sees keys up to p + right_window. `None` where causal.
+    /// A query at position p attends to keys up to p + right_window. `None` where causal.
     pub right_window: Option<usize>,
-    /// A query at position p sees keys 0..=p; otherwise all valid keys.
+    /// A query at position p attends to keys 0..=p; otherwise to all valid keys.
     pub causal: bool,
     /// Extra logit.
     pub sink: Sink,
     /// Additive bias or boolean mask.
     pub bias: Option<Bias>,
-    /// Which new tokens a token sees is what tree_mask says; then the call is not causal.
+    /// tree_mask decides which new tokens a token attends to; then the call is not causal.
     pub tree_mask: bool,
     /// Score output.
     pub output_qk: QkOutput,
     /// Whether log-sum-exp is wanted.
     pub lse: bool,
-    /// The launch ahead of this call writes nothing that the call reads but query, key and value,
-    /// so that all else may be read while that one still runs.
+    /// Of the call's inputs, the launch ahead writes only query, key and value, so that the others
+    /// may be read while it still runs.
     pub prefetch_cache: bool,
-    /// Where the cache holds float8e4m3fn, queries and weights may be rounded to that type, too.
+    /// Over a float8e4m3fn cache, queries and P may be rounded to that type, too.
     pub float8_products: bool,
 }
 
@@ -462,7 +461,7 @@ impl Hash for ProblemFields {
 }
 
 impl ProblemFields {
-    /// A call of no size, without anything that a call may have: what the operators start from.
+    /// An empty call without features: the starting point of the operators.
     pub const fn plain(operator: &'static str, dtype: DType) -> Self {
         Self {
             operator,
@@ -506,8 +505,8 @@ impl ProblemFields {
         }
     }
 
-    /// Batch entries, heads, rows and head size of a tensor of so many heads and rows of each batch
-    /// entry. Over a paged KV cache the tokens of all sequences are rows of one batch entry.
+    /// Batch entries, heads, rows and head size of a tensor. Over a paged KV cache all tokens are
+    /// rows of one batch entry.
     pub(crate) fn row_dims(&self, heads: usize, rows: usize, size: usize) -> [usize; 4] {
         match self.pages {
             Some(pages) => [1, heads, pages.tokens, size],
@@ -517,19 +516,19 @@ impl ProblemFields {
 }
 
 impl Problem {
-    /// The call, checked: heads agree, sizes can be counted and addressed, and no two features
-    /// contradict each other.
+    /// Checks a call: consistent heads, countable and addressable sizes, and no contradicting
+    /// features.
     ///
     /// # Errors
-    /// [`Error::Invalid`] names what is not allowed as [`engine`](crate::engine) takes it.
+    /// [`Error::Invalid`] names the argument as [`engine`](crate::engine) does.
     pub fn new(fields: ProblemFields) -> Result<Self> {
         fields.check().map(|()| Self(fields))
     }
 
-    /// A call that follows from this one.
+    /// A call derived from this one.
     ///
     /// # Errors
-    /// As [`new`](Self::new): what follows may be larger, as lengths that are rounded up are.
+    /// As [`new`](Self::new): the derived call may be larger, for example by a length that is rounded up.
     pub fn derive(&self, change: impl FnOnce(ProblemFields) -> ProblemFields) -> Result<Self> {
         Self::new(change(self.0.clone()))
     }
@@ -545,8 +544,8 @@ impl Problem {
     }
 
     /// The same call where the int64 tensor tree_mask, of shape (B, S) or over a paged KV cache
-    /// (tokens of all sequences), says which new tokens of its sequence each new token sees: number
-    /// `j` where bit `j` is set.
+    /// (tokens of all sequences), is a mask among the new tokens of a sequence: a token attends to
+    /// new token `j` where bit `j` is set.
     ///
     /// # Errors
     /// Where the call is not causal, or has a window, an attention_bias or output_qk, and where a
@@ -562,7 +561,7 @@ impl Problem {
     pub fn contiguous(&self) -> Cow<'_, Self> {
         match self.strided == Strided::default() {
             true => Cow::Borrowed(self),
-            // Strides are no part of what `check` looks at.
+            // `check` does not depend on strides.
             false => {
                 Cow::Owned(Self(ProblemFields { strided: Strided::default(), ..self.0.clone() }))
             }
@@ -570,7 +569,7 @@ impl Problem {
     }
 
     /// The same call for sequences of up to `total_len` tokens, so that its plan serves all decode
-    /// steps up to there.
+    /// steps up to that length.
     ///
     /// # Errors
     /// Where the meaning of a tensor depends on the longest sequence: a first prompt, a cache that
@@ -589,25 +588,24 @@ impl Problem {
         Self::new(ProblemFields { total_len, ..self.0.clone() })
     }
 
-    /// The same call when its new rows are in the cache already, which present_key and
-    /// present_value hold: nothing is appended. Over a paged KV cache there are no tensors key and
-    /// value then.
+    /// The same call when the cache (present_key and present_value) already holds its new rows:
+    /// nothing is appended. Over a paged KV cache the call then has no tensors key and value.
     pub fn appended(&self) -> Self {
-        // Of what `check` looks at, only rows of key become fewer.
+        // Only the rows of key change for `check`, and they decrease.
         Self(ProblemFields { new_len: 0, cache: CacheBinding::Shared, ..self.0.clone() })
     }
 
-    /// Whether a call over a paged KV cache leaves that as it is.
+    /// Whether a call over a paged KV cache leaves the cache unchanged.
     pub fn reads_pages_only(&self) -> bool {
         self.pages.is_some() && self.new_len == 0 && self.q_len > 0
     }
 
-    /// Whether a sequence may bring more tokens than it has rows.
+    /// Whether a sequence may have more new tokens than keys.
     pub fn may_lack_rows(&self) -> bool {
         self.reads_pages_only() && (self.causal || self.tree_mask)
     }
 
-    /// Whether nothing but the choice of kernels depends on the longest sequence.
+    /// Whether the longest sequence matters only to the choice of kernels.
     pub fn grows(&self) -> bool {
         self.cache == CacheBinding::Shared
             && self.pages.is_none()
@@ -618,7 +616,7 @@ impl Problem {
             && self.bias.is_none()
     }
 
-    /// Whether output is float32 where kernels compute with another type.
+    /// Whether output is float32 and the computation is not.
     pub fn widens_output(&self) -> bool {
         self.out_dtype == DType::F32 && self.dtype != DType::F32
     }
@@ -628,7 +626,7 @@ impl Problem {
         self.computes == CallKind::Attention && self.out_dtype == DType::F8E4M3
     }
 
-    /// Whether nothing is left to compute or to write: no row of a query, and none of a cache.
+    /// Whether the call has nothing to compute or to write: no query row, and no cache to write.
     pub fn is_empty(&self) -> bool {
         let rows = self.pages.map_or(self.q_len, |pages| pages.tokens);
         let copies = self.cache == CacheBinding::Separate && self.batch * self.capacity > 0;
@@ -653,26 +651,26 @@ impl Problem {
         self.q_heads / self.kv_heads.max(1)
     }
 
-    /// Query rows of one KV head: those of all query heads that share it.
+    /// Query rows per KV head, over all query heads of the group.
     pub fn packed_rows(&self) -> usize {
         self.q_len.saturating_mul(self.group())
     }
 
-    /// Keys of the longest sequence at most, as kernels count them.
+    /// The length of the longest sequence in 32 bits.
     pub fn most_keys(&self) -> u32 {
         u32::try_from(self.total_len).unwrap_or(u32::MAX)
     }
 
-    /// The scale for kernels that scale hidden scores, -inf, too: never 0, nor a number that single
-    /// precision flushes to 0.
+    /// The scale for kernels that scale masked scores (-inf), too: never 0, nor a value that
+    /// float32 flushes to 0.
     pub fn least_scale(&self) -> f32 {
         const LEAST: f32 = 1e-30;
         let scale = self.scale as f32;
         if scale.abs() < LEAST { LEAST.copysign(scale) } else { scale }
     }
 
-    /// The softcap as single precision can compute with it; 0: none. One that no score feels is
-    /// none, and with a smaller one than the least all scores are alike anyway.
+    /// The softcap in float32; 0: none. A softcap too large to change any score is dropped. A tiny
+    /// one is raised to the smallest usable value, with which all scores are equal anyway.
     pub fn softcap_in_f32(&self) -> f32 {
         const LEAST: f32 = 1e-30;
         const UNFELT: f32 = 1e20;
@@ -701,7 +699,7 @@ impl Problem {
         self.shape(self.q_heads, self.q_len, self.head_size)
     }
 
-    /// Shape of query that holds keys and values too.
+    /// Shape of a packed query, which contains keys and values.
     pub fn packed_shape(&self) -> Vec<usize> {
         self.shape(self.q_heads + 2 * self.kv_heads, self.q_len, self.head_size)
     }
@@ -738,7 +736,7 @@ impl Problem {
         }
     }
 
-    /// Elements of a cache's tensor that hold so many numbers.
+    /// Elements of a cache tensor that hold `numbers` quantized values.
     fn cached(&self, numbers: usize) -> usize {
         numbers / self.quantized.map_or(1, Quantization::codes_per_element)
     }
@@ -753,18 +751,18 @@ impl Problem {
         self.quantized.map_or(self.v_dtype, Quantization::dtype)
     }
 
-    /// Elements of k_scale, and of v_scale, where these are read only; their shape does not matter.
+    /// Elements of k_scale, and of v_scale, where the call only reads them; their shape does not
+    /// matter.
     pub fn scales(&self) -> Option<usize> {
         self.quantized.and_then(|how| how.scales.count(self.kv_heads, self.head_size))
     }
 
-    /// Whether each row of the cache has a scale of its own.
+    /// Whether the cache has per-token scales.
     pub fn has_row_scales(&self) -> bool {
         self.quantized.is_some_and(|how| how.scales == Scales::PerToken)
     }
 
-    /// Shape of k_scale, and of v_scale, where each row of the cache has its own: that of the cache
-    /// without its last dimension.
+    /// Shape of per-token k_scale and v_scale: that of the cache without its last dimension.
     pub fn row_scales_shape(&self) -> Option<[usize; 3]> {
         let [outer, middle, inner, _] = self.key_cache_shape(self.capacity);
         self.has_row_scales().then_some([outer, middle, inner])
@@ -775,7 +773,7 @@ impl Problem {
         [self.batch, self.q_heads, self.q_len, self.total_len]
     }
 
-    /// Whether something besides positions hides keys, or adds to scores.
+    /// Whether a bias or mask changes scores, beyond positions.
     pub fn has_mask(&self) -> bool {
         self.bias.is_some() || self.tree_mask
     }
@@ -808,7 +806,7 @@ impl Problem {
         }
     }
 
-    /// Where head number `first` of the packed tensor starts, and its strides.
+    /// The offset of head `first` of the packed tensor, and its strides.
     fn packed_layout(&self, first: usize) -> RowLayout {
         let row = (self.q_heads + 2 * self.kv_heads) * self.head_size;
         RowLayout {
@@ -855,8 +853,8 @@ impl Problem {
         dense.with(self.strided.output)
     }
 
-    /// A BNSH cache of `rows` key rows, in numbers, not in elements of its tensor; of value rows
-    /// too where these are as long.
+    /// A BNSH cache with `rows` key rows, with strides in values rather than in elements of its
+    /// tensor; of value rows too where these have the same size.
     pub fn cache_layout(&self, rows: usize) -> RowLayout {
         self.bnsh(rows, self.head_size)
     }
@@ -865,7 +863,7 @@ impl Problem {
         RowLayout { offset: 0, batch: self.kv_heads * rows * h, head: rows * h, row: h }
     }
 
-    /// The keys that attention reads: present_key, or key where the cache is external.
+    /// The keys that attention reads: present_key, or key without a cache.
     pub fn keys_read(&self) -> RowLayout {
         if self.has_present() { self.cache_layout(self.capacity) } else { self.key_layout() }
     }
@@ -888,7 +886,7 @@ impl Problem {
         Some([b, n, s, bias.columns])
     }
 
-    /// Rows of attention_bias or attn_mask; what broadcasts does not move.
+    /// Rows of attention_bias or attn_mask; the stride of a broadcast dimension is 0.
     pub fn bias_layout(&self) -> Option<RowLayout> {
         let (bias, [_, n, s, columns]) = (self.bias?, self.bias_shape()?);
         let stride = |broadcast, n| if broadcast { 0 } else { n };
@@ -925,7 +923,7 @@ mod tests {
             ..ProblemFields::plain("GroupQueryAttention", DType::F16)
         };
         let problem = Problem::new(largest).unwrap();
-        // A cache with room for new rows behind the old ones.
+        // A cache with room for new rows after the old ones.
         let error = problem.counted_from_cache().unwrap_err().to_string();
         assert!(error.starts_with("present_key: got (1, 1, 2147483648, "), "{error}");
         let error = problem.derive(|call| ProblemFields { kv_heads: 2, ..call }).unwrap_err();

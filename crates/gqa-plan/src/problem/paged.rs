@@ -1,4 +1,4 @@
-//! Sequences in a paged KV cache, and the call that remains when their rows lie side by side.
+//! Sequences in a paged KV cache, and the call that remains after their rows are gathered.
 
 use crate::problem::{CacheBinding, Layout, Pages, Problem, ProblemFields, Strided};
 use gqa_kernels::prologue::dequantize;
@@ -61,7 +61,7 @@ impl Problem {
         })
     }
 
-    /// Whether every sequence has one token, so that tokens are batch entries.
+    /// Whether every sequence has one token, so that each token is a batch entry.
     pub fn has_single_tokens(&self) -> bool {
         self.q_len == 1 && self.pages.is_some_and(|pages| pages.tokens == self.batch)
     }

@@ -1,20 +1,21 @@
-//! A rolling KV cache, and the call as it is counted from the cache's first row.
+//! A rolling KV cache, and the inner call, counted from the cache's first row.
 //!
-//! Back ends compute the latter, which knows nothing of sliding: lengths are those of the rows that
-//! the cache holds, positions are told, and attention_bias has those rows' columns. A token's row
-//! finds room once the rows that it evicts have gone; several new rows need a cache with room for
-//! all, because the first of them sees rows that the last ones evict. Of that cache the rows that
-//! stay are copied afterwards.
+//! Back ends compute the inner call, which is not aware of rolling: its lengths count the rows in
+//! the cache, positions are explicit, and attention_bias has columns for those rows only. One new
+//! row fits after the evicted rows are gone. Several new rows need a larger temporary cache,
+//! because the first of them attends to rows that the last ones evict; the surviving rows are
+//! copied back afterwards.
 
 use crate::problem::{Bias, CacheBinding, Phase, Problem, ProblemFields, Rotary};
 use gqa_kernels::concept::sliding::{Slide, Sliding};
 use gqa_tensor::Result;
 
 impl Problem {
-    /// Rows of a rolling KV cache or consists of blocks move as vectors of so many bytes.
+    /// Vector width in bytes for moving rolling or paged rows.
     pub const VECTOR_BYTES: usize = 16;
 
-    /// How the cache rolls; `None` where every sequence fits it, so that no row has to go.
+    /// The geometry of the rolling cache; `None` where every sequence fits it, so that no row is
+    /// evicted.
     pub fn sliding(&self) -> Option<Sliding> {
         let size = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
         let slides = self.slides && self.total_len > self.capacity;
@@ -24,14 +25,14 @@ impl Problem {
         })
     }
 
-    /// Which row of a sequence of `total` is row 0 of its cache.
+    /// The position of row 0 of the cache, for a sequence of length `total`.
     pub fn first_cached(&self, total: usize) -> usize {
         let resident =
             |sliding: Sliding| sliding.resident(u32::try_from(total).unwrap_or(u32::MAX));
         self.sliding().map_or(0, |sliding| total - resident(sliding) as usize)
     }
 
-    /// Whether attention has a cache of its own while this one rolls.
+    /// Whether attention reads a temporary cache while this one rolls.
     pub fn is_staged(&self) -> bool {
         self.q_len > 1
     }
@@ -65,8 +66,8 @@ impl Problem {
         })
     }
 
-    /// What a call does to a sequence whose last row has index `last`; never more new rows than it
-    /// has.
+    /// The effect of a call on a sequence whose last row has index `last`; never more new rows than
+    /// the sequence has.
     pub fn slide(&self, sliding: Sliding, last: i32) -> Slide {
         let q_len = u32::try_from(self.q_len).unwrap_or(u32::MAX);
         let total = u32::try_from(i64::from(last) + 1).unwrap_or(0);

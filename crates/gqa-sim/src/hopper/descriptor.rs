@@ -1,5 +1,5 @@
 //! Matrix descriptors of `wgmma`: where each 16 bytes of an operand lie. Counts are of 16-bit
-//! elements; of 8 bits there are twice as many, K-major.
+//! elements; 8-bit operands are K-major and have twice as many.
 //!
 //! | order | swizzle | 16 bytes hold | address from the start |
 //! |---|---|---|---|
@@ -42,7 +42,7 @@ impl Descriptor {
             ));
         }
         if bits & MEANINGLESS != 0 {
-            return Err(format!("descriptor {bits:#x} has bits that mean nothing"));
+            return Err(format!("descriptor {bits:#x} sets reserved bits"));
         }
         Ok(decoded)
     }
@@ -52,7 +52,7 @@ impl Descriptor {
         self.swizzle == Swizzle::None || self.start % (8 * row) < row
     }
 
-    /// Addresses of a K-major operand's 16 bytes: for each row of `rows` two.
+    /// Addresses of a K-major operand in units of 16 bytes: two for each row of `rows`.
     pub(super) fn k_major(self, rows: Range<u32>) -> impl Iterator<Item = u32> {
         let row_bytes = self.swizzle.row_bytes();
         let next = if self.swizzle == Swizzle::None { self.leading } else { 16 };
@@ -60,8 +60,8 @@ impl Descriptor {
             .map(move |offset| self.swizzle.apply(self.start + offset))
     }
 
-    /// Addresses of an MN-major operand's 16 bytes: for each of 16 rows, eight of `columns` at a
-    /// time.
+    /// Addresses of an MN-major operand in units of 16 bytes: for each of 16 rows, eight of
+    /// `columns` at a time.
     pub(super) fn mn_major(self, columns: u32) -> impl Iterator<Item = u32> {
         let row_bytes = self.swizzle.row_bytes();
         let units = row_bytes / 16;

@@ -12,28 +12,28 @@ use std::rc::Rc;
 pub(super) struct Mbarrier {
     /// Arrivals of each phase.
     count: u32,
-    /// Arrivals that the running phase still waits for.
+    /// Arrivals that the current phase still needs.
     arrivals: u32,
-    /// Bytes that the running phase still waits for; negative while they land before they are
-    /// announced.
+    /// Bytes that the current phase still needs; negative while bytes land before they are
+    /// expected.
     bytes: i64,
     /// Phases completed.
     phases: u32,
     initialised: Stamp,
-    /// Whoever sees this may take the barrier for initialised, as may TMA.
+    /// Threads that see this access, and TMA, may use the barrier as initialised.
     fenced: Option<Stamp>,
-    /// The TMA's writes that complete here, for the vector clocks: those of phase n have time n.
+    /// The TMA's writes that complete here, as an agent of the vector clocks: those of phase n have
+    /// time n.
     agent: u32,
-    /// What those who have arrived have done and seen.
+    /// The joined views of the threads that have arrived.
     arrived: View,
     /// As much of it as those who wait may see.
     completed: View,
-    /// Phases up to the last one that copies complete.
+    /// The number of phases up to the last one that copies complete.
     loaded: u32,
     /// Phases that somebody has waited for.
     waited: u32,
-    /// Whether peers have arrived or stored in the running phase, and in the last one that
-    /// completed.
+    /// Whether peers have arrived or stored in the current phase, and in the last completed one.
     peers: [bool; 2],
 }
 
@@ -83,7 +83,7 @@ fn get(block: &mut Block, address: u32) -> Checked<&mut Mbarrier> {
 }
 
 impl Mbarrier {
-    /// Faults unless the thread with these clocks knows that the barrier is initialised.
+    /// Faults unless the initialisation is ordered before the thread with these clocks.
     fn check_known(&self, clocks: &Clocks, second: u32, address: u32) -> Checked {
         if clocks.sees(second, self.initialised) || self.is_fenced(clocks, second) {
             return Ok(());
@@ -93,19 +93,19 @@ impl Mbarrier {
         Err(Box::new(FaultKind::race(address, hazard, first, second)))
     }
 
-    /// Whether the thread knows that the initialisation was fenced.
+    /// Whether the thread is ordered after the fence of the initialisation.
     fn is_fenced(&self, clocks: &Clocks, thread: u32) -> bool {
         self.fenced.is_some_and(|fence| clocks.sees(thread, fence))
     }
 
-    /// A copy or store of the running phase: whose write it is and when.
+    /// A copy or store of the current phase: its agent and time.
     fn expect(&mut self) -> Stamp {
         self.loaded = self.phases + 1;
         Stamp { agent: self.agent, time: self.phases, ..self.initialised }
     }
 }
 
-/// As [`get`], for the running thread, which must know that the barrier is initialised.
+/// As [`get`], for the running thread; faults unless it is ordered after the initialisation.
 fn find(block: &mut Block, address: u32) -> Checked<&mut Mbarrier> {
     get(block, address)?;
     let thread = block.who.thread;
@@ -115,7 +115,7 @@ fn find(block: &mut Block, address: u32) -> Checked<&mut Mbarrier> {
     Ok(barrier)
 }
 
-/// As [`find`], a barrier of a peer, for the running thread, whose clocks these are.
+/// As [`find`], for a barrier of a peer; the clocks are the running thread's.
 fn find_in<'a>(
     other: &'a mut Block,
     clocks: &Clocks,
@@ -130,7 +130,8 @@ fn find_in<'a>(
     Ok(barrier)
 }
 
-/// Expects a copy of the running thread onto the barrier; returns whose write it is and when.
+/// Registers a copy of the running thread that completes on the barrier; returns its agent and
+/// time.
 pub(super) fn begin_load(block: &mut Block, address: u32) -> Checked<Stamp> {
     let thread = block.who.thread;
     find(block, address)?;
@@ -144,7 +145,8 @@ pub(super) fn begin_load(block: &mut Block, address: u32) -> Checked<Stamp> {
     Ok(barrier.expect())
 }
 
-/// As [`begin_load`], for a store onto the barrier of a peer by a thread with these clocks.
+/// As [`begin_load`], for a store that completes on a peer's barrier, by a thread with these
+/// clocks.
 pub(super) fn begin_store(
     other: &mut Block,
     clocks: &Clocks,
@@ -158,13 +160,13 @@ pub(super) fn begin_store(
     let earlier = barrier.phases.checked_sub(1);
     let earlier = earlier.map(|time| Stamp { agent: barrier.agent, time, ..barrier.initialised });
     if earlier.is_some_and(|phase| !clocks.sees(thread, phase)) {
-        let what = "st_async without having seen that the phase before has completed";
+        let what = "st_async that is not ordered after the completion of the previous phase";
         return refuse(thread, address, what);
     }
     Ok(barrier.expect())
 }
 
-/// Lets `view` know of the barriers that these threads have initialised and fenced.
+/// Adds the initialisations that these threads have fenced to `view`.
 pub(crate) fn release_initialised(block: &Block, threads: Range<u32>, view: &mut View) {
     let barriers = block.hopper.mbarriers.values();
     for barrier in barriers.filter(|barrier| threads.contains(&barrier.initialised.agent)) {
@@ -234,7 +236,7 @@ pub(super) fn receive(block: &mut Block, thread: u32, address: u32, bytes: u32) 
     settle(block, thread, address)
 }
 
-/// Completes the phase if nothing is missing; the thread has contributed last.
+/// Completes the phase if nothing is missing; the running thread contributed last.
 fn settle(block: &mut Block, thread: u32, address: u32) -> Checked {
     let underway = block.hopper.loads.iter().filter(|load| load.barrier == address).count();
     let barrier = get(block, address)?;
@@ -270,7 +272,7 @@ enum Scope {
     Cluster,
 }
 
-/// What the running phase still waits for: arrivals and bytes.
+/// Arrivals and bytes that the current phase still needs.
 pub(crate) fn missing(block: &Block, address: u32) -> (u32, i64) {
     let barrier = block.hopper.mbarriers.get(&address);
     barrier.map_or((0, 0), |barrier| (barrier.arrivals, barrier.bytes))
@@ -296,8 +298,8 @@ fn try_wait(block: &mut Block, address: u32, parity: u32, scope: Scope) -> Check
     Ok(true)
 }
 
-/// Faults if copies complete a phase that nobody has waited for: the block's memory may be
-/// another's when they land.
+/// Faults if no thread has waited for a phase that copies complete: the CTA's memory may belong
+/// to another CTA when they land.
 pub(super) fn check_waited(block: &mut Block) -> Checked {
     let mbarriers = block.hopper.mbarriers.iter();
     let unwaited = mbarriers.filter(|(_, barrier)| barrier.loaded > barrier.waited);
@@ -309,12 +311,12 @@ pub(super) fn check_waited(block: &mut Block) -> Checked {
     }
 }
 
-/// Makes the barrier at `address` wait for `arrivals` per phase.
+/// Initialises the barrier at `address` with `arrivals` per phase.
 pub fn mbarrier_init(address: u32, arrivals: u32) {
     block::checked(|block| initialise(block, address, arrivals));
 }
 
-/// Makes initialised barriers visible to TMA; a block barrier must follow.
+/// Makes initialised barriers visible to TMA; a CTA barrier must follow.
 pub fn fence_mbarrier_init() {
     block::with(fence);
 }
@@ -324,18 +326,18 @@ pub fn mbarrier_arrive(address: u32) {
     block::checked(|block| arrive(block, address, 0));
 }
 
-/// Arrives once and adds `bytes` to what the phase waits for.
+/// Arrives once and adds `bytes` to the bytes that the phase expects.
 pub fn mbarrier_arrive_expect(address: u32, bytes: u32) {
     block::checked(|block| arrive(block, address, bytes));
 }
 
-/// Arrives once at a barrier of a peer and makes this thread's accesses known to those who wait
+/// Arrives once at a peer's barrier and releases this thread's accesses to the threads that wait
 /// there.
 pub fn mbarrier_arrive_peer(address: u32) {
     block::checked(|block| arrive_peer(block, address, 0));
 }
 
-/// As [`mbarrier_arrive_peer`], and adds `bytes` to what the phase waits for.
+/// As [`mbarrier_arrive_peer`], and adds `bytes` to the bytes that the phase expects.
 pub fn mbarrier_arrive_expect_peer(address: u32, bytes: u32) {
     block::checked(|block| arrive_peer(block, address, bytes));
 }
@@ -347,15 +349,15 @@ pub fn mbarrier_wait(address: u32, parity: u32) {
     wait(address, parity, Scope::Block, Location::caller());
 }
 
-/// Whether the phase of that parity has completed: 1 or 0. The answer takes its time, in which the
-/// thread can do something else.
+/// Whether the phase of that parity has completed: 1 or 0. The result arrives late; the thread can
+/// do other work meanwhile.
 #[track_caller]
 #[inline]
 pub fn mbarrier_test(address: u32, parity: u32) -> u32 {
     block::checked(|block| try_wait(block, address, parity, Scope::Block)).into()
 }
 
-/// [`mbarrier_wait`], unless [`mbarrier_test`] has answered 1.
+/// [`mbarrier_wait`], unless [`mbarrier_test`] returned 1.
 #[track_caller]
 #[inline]
 pub fn mbarrier_wait_unless(tested: u32, address: u32, parity: u32) {
@@ -364,8 +366,8 @@ pub fn mbarrier_wait_unless(tested: u32, address: u32, parity: u32) {
     }
 }
 
-/// Waits until the phase of that parity has completed, and sees what peers have done before they
-/// arrived there.
+/// Waits until the phase of that parity has completed, and acquires what peers did before they
+/// arrived.
 #[track_caller]
 #[inline]
 pub fn mbarrier_wait_cluster(address: u32, parity: u32) {

@@ -1,5 +1,5 @@
-//! What a block of SM 90 has besides warps and shared memory: transaction barriers, TMA, named
-//! barriers, warpgroups that multiply, and a pool of registers.
+//! The SM 90 units of a CTA: transaction barriers, TMA, named barriers, warpgroups with `wgmma`,
+//! and `setmaxnreg`.
 
 mod descriptor;
 mod mbarrier;
@@ -42,11 +42,11 @@ use std::collections::BTreeMap;
 use tma::{Load, Stores};
 use warpgroup::{Queue, Warpgroup};
 
-/// State of a block's asynchronous units.
+/// State of a CTA's asynchronous units.
 pub(crate) struct Hopper {
     /// By address.
     mbarriers: BTreeMap<u32, Mbarrier>,
-    /// Copies into shared memory that have not landed.
+    /// Copies into shared memory in flight.
     pub(crate) loads: Vec<Load>,
     /// By thread.
     stores: BTreeMap<u32, Stores>,

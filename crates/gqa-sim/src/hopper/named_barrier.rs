@@ -8,16 +8,16 @@ use crate::shared::{Checked, Clocks, View};
 
 #[derive(Default)]
 pub(super) struct NamedBarrier {
-    /// Threads of the running phase; 0 before its first arrival.
+    /// Threads of the current phase; 0 before its first arrival.
     threads: u32,
     arrived: u32,
     /// Warps that wait.
     waiting: Vec<usize>,
-    /// What those who have arrived have done and seen.
+    /// The joined views of the threads that have arrived.
     view: View,
 }
 
-/// The warp whose first thread is `first` arrives, to wait or to go on.
+/// The warp whose first thread is `first` arrives, with or without waiting.
 pub(crate) fn arrive(
     block: &mut Block,
     first: usize,
@@ -35,7 +35,7 @@ pub(crate) fn arrive(
         return misuse("there are 16".to_owned());
     };
     if barrier.threads != 0 && barrier.threads != threads {
-        return misuse(format!("{threads} threads, though others said {}", barrier.threads));
+        return misuse(format!("{threads} threads, but earlier arrivals gave {}", barrier.threads));
     }
     let clocks = block.shared.clocks().expect("in use");
     clocks.release_all(lanes(warp), &mut barrier.view);

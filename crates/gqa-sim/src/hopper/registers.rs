@@ -1,4 +1,5 @@
-//! The register pool of a block, as a check: warpgroups give registers back and take them.
+//! The register pool of a CTA (`setmaxnreg`), as a check: warpgroups release and request
+//! registers.
 
 use crate::block::Block;
 use crate::collective::meet;
@@ -10,11 +11,11 @@ use crate::shared::Checked;
 const REGISTERS: u32 = 65536;
 const MOST_PER_THREAD: u32 = 256;
 
-/// Registers that no warpgroup has, and how many each has per thread.
+/// Free registers, and the registers per thread of each warpgroup.
 pub(super) struct Pool {
     free: u32,
     per_thread: Vec<u32>,
-    /// Warpgroups that wait for more, and for how many per thread.
+    /// Warpgroups that wait, and the registers per thread that they request.
     waiting: Vec<(usize, u32)>,
 }
 
@@ -24,13 +25,13 @@ impl Pool {
         Self { free: 0, per_thread: vec![per_thread; threads as usize / 128], waiting: Vec::new() }
     }
 
-    /// The first warpgroup that waits, the registers it misses, and those that are free.
+    /// The first waiting warpgroup, the registers it lacks, and the free ones.
     pub(super) fn first_waiting(&self) -> Option<(usize, u32, u32)> {
         let &(warpgroup, count) = self.waiting.first()?;
         Some((warpgroup, (count - self.per_thread[warpgroup]) * 128, self.free))
     }
 
-    /// Serves those who wait, in order; returns who was served.
+    /// Serves waiting warpgroups in order; returns those served.
     fn serve(&mut self) -> Vec<usize> {
         let mut served = Vec::new();
         let waiting = std::mem::take(&mut self.waiting);
@@ -48,13 +49,13 @@ impl Pool {
     }
 }
 
-/// The fault of the first warpgroup that waits for registers, when nobody can run.
+/// The fault of the first waiting warpgroup, when no thread can run.
 pub(crate) fn shortage(block: &Block) -> Option<FaultKind> {
     let (warpgroup, wanted, free) = block.hopper.pool.first_waiting()?;
     Some(FaultKind::RegisterPool { warpgroup: warpgroup as u32, wanted, free })
 }
 
-/// All warps of the warpgroup have arrived; it stays held where the pool has too little.
+/// All warps of the warpgroup have arrived; it stays held while the pool has too few registers.
 pub(super) fn change(block: &mut Block, warpgroup: usize, change: Change) -> Checked {
     let pool = &mut block.hopper.pool;
     let has = pool.per_thread[warpgroup];
@@ -81,7 +82,7 @@ pub(super) fn change(block: &mut Block, warpgroup: usize, change: Change) -> Che
     Ok(())
 }
 
-/// Raises this warpgroup's registers per thread; waits until the block has them to give.
+/// Raises this warpgroup's registers per thread; waits until the pool has enough.
 #[track_caller]
 #[inline]
 pub fn registers_raise<const COUNT: u32>() {

@@ -1,7 +1,7 @@
 //! Tensors as TMA sees them: strides, boxes and swizzles.
 
-/// Which address bits of a box in shared memory are exchanged, so that a column of it lies in many
-/// banks.
+/// The swizzle: which address bits of a box in shared memory are XORed, so that a column spreads
+/// over many banks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Swizzle {
     /// None.
@@ -28,7 +28,7 @@ impl Swizzle {
         address ^ (address >> 3 & mask)
     }
 
-    /// Bytes of a row of the pattern; 16 where there is none.
+    /// Bytes of a row of the swizzle pattern; 16 without a swizzle.
     pub(super) fn row_bytes(self) -> u32 {
         match self {
             Self::None => 16,
@@ -47,13 +47,13 @@ impl Swizzle {
     }
 }
 
-/// A tensor of 16-bit elements in memory, and the boxes in which it is copied. Dimensions from the
-/// fastest to the slowest.
+/// A tensor of 16-bit elements in memory, and the box of a copy. Dimensions from the fastest to the
+/// slowest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TensorLayout {
     /// Elements in each dimension.
     pub size: [u32; 4],
-    /// Bytes between neighbours in dimensions 1, 2 and 3; those of dimension 0 lie side by side.
+    /// Strides of dimensions 1, 2 and 3 in bytes; dimension 0 is contiguous.
     pub stride: [u64; 3],
     /// Elements of a box in each dimension.
     pub tile: [u32; 4],
@@ -101,8 +101,8 @@ impl TensorLayout {
         })
     }
 
-    /// Byte offset of the element at `place` and how many of the eight from there are inside;
-    /// `None` where none is.
+    /// Byte offset of the element at `place`, and how many of the eight elements from there are
+    /// inside the tensor; `None` if none is.
     pub(super) fn inside(&self, place: [i32; 4]) -> Option<(i64, std::ops::Range<usize>)> {
         let outside = |i: usize| place[i] < 0 || place[i] as u32 >= self.size[i];
         if (1..4).any(outside) {

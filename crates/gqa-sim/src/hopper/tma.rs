@@ -1,5 +1,4 @@
-//! Copies between global and shared memory, and stores to peers, that go on while threads do other
-//! things.
+//! Asynchronous copies between global and shared memory, and asynchronous stores to peers.
 
 use super::mbarrier;
 use super::tensor::TensorLayout;
@@ -14,8 +13,8 @@ use bytemuck::Pod;
 
 /// A kernel's tensor-map parameter.
 ///
-/// It names an argument of the launch that is running and holds no address: kept beyond the launch,
-/// it can do no harm.
+/// It names an argument of the running launch and holds no address, so that it is harmless after
+/// the launch.
 #[derive(Clone, Copy, Debug)]
 pub struct TensorMap {
     argument: u32,
@@ -47,7 +46,7 @@ enum Source {
 
 /// A thread's stores.
 pub(super) struct Stores {
-    /// Its reads, for the vector clocks: those of group n have time n.
+    /// Its reads, as an agent of the vector clocks: those of group n have time n.
     agent: u32,
     /// Groups closed.
     committed: u32,
@@ -65,7 +64,9 @@ fn misuse<T>(block: &Block, what: String) -> Checked<T> {
 fn tensor(block: &Block, map: TensorMap) -> Checked<(&Buffer, TensorLayout)> {
     match block.arguments().tensor(map.argument) {
         Some(found) => Ok(found),
-        None => misuse(block, format!("argument {} is no tensor map of this launch", map.argument)),
+        None => {
+            misuse(block, format!("argument {} is not a tensor map of this launch", map.argument))
+        }
     }
 }
 
@@ -189,7 +190,8 @@ fn bulk<T: Pod>(destination: u32, source: Global<T>, i: usize, bytes: u32, barri
     });
 }
 
-/// Starts storing words at an address of the cluster's window onto an mbarrier of the same block.
+/// Starts an asynchronous store to an address of the cluster's window, which completes on an
+/// mbarrier of the same CTA.
 fn start_store(block: &mut Block, address: u32, words: &[u32], barrier: u32) -> Checked {
     let thread = block.who.thread;
     if address >> cluster::RANK_SHIFT != barrier >> cluster::RANK_SHIFT {
@@ -220,7 +222,7 @@ fn start_store(block: &mut Block, address: u32, words: &[u32], barrier: u32) -> 
     Ok(())
 }
 
-/// Reads the elements `inside` of the eight at byte `at`.
+/// Reads the `inside` elements of the eight at byte `at`.
 fn read_unit(
     buffer: &Buffer,
     at: i64,
@@ -257,7 +259,7 @@ fn store(block: &mut Block, map: TensorMap, coordinates: [u32; 4], source: u32) 
     Ok(())
 }
 
-/// Adds a store to the running thread's open group; returns whose read it is and when.
+/// Adds a store to the running thread's open group; returns the agent and time of its read.
 fn begin_store(block: &mut Block) -> Stamp {
     let thread = block.who.thread;
     if !block.hopper.stores.contains_key(&thread) {
@@ -285,7 +287,7 @@ fn wait(block: &mut Block) {
     }
 }
 
-/// Faults if the thread exits before its stores have surely read shared memory.
+/// Faults if the thread exits while its stores may still read shared memory.
 pub(super) fn check_exit(block: &Block, thread: u32) -> Checked {
     match block.hopper.stores.get(&thread) {
         Some(stores) if stores.open || stores.waited < stores.committed => {
@@ -296,7 +298,7 @@ pub(super) fn check_exit(block: &Block, thread: u32) -> Checked {
     }
 }
 
-/// Writes the elements `inside` of the eight at byte `at`.
+/// Writes the `inside` elements of the eight at byte `at`.
 fn write_unit(
     buffer: &Buffer,
     at: i64,
@@ -323,7 +325,7 @@ pub fn tma_load(destination: u32, map: TensorMap, coordinates: [u32; 4], barrier
     });
 }
 
-/// What the L2 cache is to do with what a copy reads: a hint.
+/// L2 eviction hint of a copy.
 #[derive(Clone, Copy, Debug)]
 pub struct CachePolicy(());
 
@@ -337,8 +339,8 @@ pub fn evict_last() -> CachePolicy {
     CachePolicy(())
 }
 
-/// Copies `bytes` bytes from element `i` of `source` on to shared memory and completes on the
-/// barrier with them. Both places lie on 16-byte boundaries; `bytes` is a multiple of 16.
+/// Copies `bytes` bytes to shared memory from element `i` of `source` on, and completes on the
+/// barrier with these bytes. Both addresses are multiples of 16, and so is `bytes`.
 pub fn bulk_load<T: Pod>(destination: u32, source: Global<T>, i: usize, bytes: u32, barrier: u32) {
     bulk(destination, source, i, bytes, barrier);
 }
@@ -355,7 +357,8 @@ pub fn bulk_load_hinted<T: Pod>(
     bulk(destination, source, i, bytes, barrier);
 }
 
-/// Stores 4 bytes in a peer, which completes them on its mbarrier; returns at once.
+/// Asynchronous store of 4 bytes to a peer, which completes on the peer's mbarrier; returns at
+/// once.
 pub fn st_async(address: u32, value: u32, barrier: u32) {
     block::checked(|block| start_store(block, address, &[value], barrier));
 }
@@ -376,7 +379,7 @@ pub fn tma_store(map: TensorMap, coordinates: [u32; 4], source: u32) {
     block::checked(|block| store(block, map, coordinates, source));
 }
 
-/// Closes the group of bulk stores this thread started since the last one.
+/// Commits the bulk stores that this thread started since the last commit as a group.
 pub fn bulk_commit() {
     block::with(commit);
 }

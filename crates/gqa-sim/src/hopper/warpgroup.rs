@@ -25,7 +25,7 @@ impl Element {
         }
     }
 
-    /// Elements of a row that one instruction multiplies.
+    /// Depth of one instruction in elements.
     fn depth(self) -> usize {
         8 * self.per_register()
     }
@@ -46,7 +46,7 @@ impl Element {
     }
 }
 
-/// Which warps of a warpgroup have arrived at an instruction of all four.
+/// Which warps of a warpgroup have arrived at a warpgroup instruction.
 #[derive(Clone, Default)]
 pub(super) struct Warpgroup {
     instruction: Option<Collective>,
@@ -172,7 +172,7 @@ fn read_k_major(block: &Block, form: Wgmma, from: Descriptor, extent: u32) -> Ve
     matrix
 }
 
-/// As many rows of `columns` as the depth, from MN-major memory.
+/// As many rows of `columns` as the depth has elements, from MN-major memory.
 fn read_mn_major(block: &Block, form: Wgmma, from: Descriptor) -> Vec<f32> {
     let mut matrix = Vec::with_capacity(form.element.depth() * form.columns as usize);
     for address in from.mn_major(form.columns) {
@@ -211,7 +211,7 @@ fn transpose(form: Wgmma, matrix: &[f32]) -> Vec<f32> {
     transposed
 }
 
-/// 16 rows of the depth by as many rows of `columns`.
+/// Product of 16 rows of A by the columns of B, over the depth.
 fn product(form: Wgmma, a: &[f32], b: &[f32]) -> Vec<f32> {
     let (columns, depth) = (form.columns as usize, form.element.depth());
     let mut product = vec![0.0; 16 * columns];
@@ -253,7 +253,7 @@ pub(crate) fn commit(block: &mut Block, first: usize) {
     queue.open = false;
 }
 
-/// Retires all groups of the warp but the `newest`; accumulators may be written then, so that a new
+/// Retires all groups of the warp but the `newest`. Accumulators may be written then, so that a new
 /// fence is needed.
 pub(crate) fn wait(block: &mut Block, first: usize, newest: u64) {
     let queue = &mut block.hopper.queues[first / 32];
@@ -264,7 +264,7 @@ pub(crate) fn wait(block: &mut Block, first: usize, newest: u64) {
     block.vector_clocks().retire_wgmmas(first as u32 / 32, retired);
 }
 
-/// Faults if the warp exits before its wgmmas have surely finished.
+/// Faults if the warp exits while its wgmmas may still run.
 pub(super) fn check_exit(block: &Block, warp: usize) -> Checked {
     let queue = &block.hopper.queues[warp];
     if queue.open || queue.retired < queue.committed {
@@ -280,14 +280,14 @@ pub fn wgmma_fence() {
     let [] = meet(Collective::WgmmaFence, []);
 }
 
-/// Closes the group of wgmmas issued since the last one.
+/// Commits the wgmmas issued since the last commit as a group.
 #[track_caller]
 #[inline]
 pub fn wgmma_commit() {
     let [] = meet(Collective::WgmmaCommit, []);
 }
 
-/// Waits until at most the `N` newest groups are unfinished.
+/// Waits until at most the `N` newest groups are in flight.
 #[track_caller]
 #[inline]
 pub fn wgmma_wait<const N: u64>() {

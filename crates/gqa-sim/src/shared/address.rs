@@ -2,7 +2,7 @@
 
 use crate::fault::FaultKind;
 
-/// Address of the first byte. Not 0, so that an address made without `shared_base()` is found; a
+/// Address of the first byte. Not 0, so that an address not derived from `shared_base()` faults; a
 /// Hopper GPU reserves as much.
 pub(crate) const BASE: u32 = 1024;
 

@@ -1,12 +1,12 @@
 //! Happens-before among threads and the units that work for them, as vector clocks.
 //!
-//! Every *agent* numbers its accesses in an order of its own: a thread counts the times it has
-//! released, TMA counts an mbarrier's phases and a thread's groups of stores, the tensor cores
-//! count a warp's groups of wgmmas. A thread's *view* holds, for each agent, the number below which
-//! all accesses are ordered before the thread's next one. Releasing joins a view into a barrier,
-//! acquiring joins a barrier into a view.
+//! Every *agent*, a thread or an asynchronous unit, numbers its own accesses: a thread counts the
+//! times it has released, TMA counts an mbarrier's phases and a thread's groups of stores, the
+//! tensor cores count a warp's groups of wgmmas. A thread's *view* holds, for each agent, the
+//! number below which all accesses are ordered before the thread's next one. Releasing joins a view
+//! into a barrier, acquiring joins a barrier into a view.
 //!
-//! Threads that have met share what they have seen, so that it costs little when they meet again.
+//! Threads that have synchronised share one view, so that synchronising again is cheap.
 
 use crate::fault::Agent;
 use smallvec::SmallVec;
@@ -14,16 +14,16 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::rc::Rc;
 
-/// An access: whose, and when by that agent's count.
+/// An access: its agent, and the time by that agent's clock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Stamp {
-    /// Number of the agent's block.
+    /// Number of the agent's CTA.
     pub(crate) block: u32,
     pub(crate) agent: u32,
     pub(crate) time: u32,
 }
 
-/// Accesses at the same time of each one's count, of agents whose numbers lie together.
+/// Accesses at the same time by agents with consecutive numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Accesses {
     block: u32,
@@ -47,12 +47,12 @@ impl Accesses {
         Self { agents, ..self }
     }
 
-    /// Whether these and those are one but for the agents.
+    /// Merges two runs of accesses that differ only in the agents.
     pub(super) fn is_beside(&self, other: &Self) -> bool {
         (self.block, self.first, self.time) == (other.block, other.first, other.time)
     }
 
-    /// The other ones' agents, whenever they accessed; 0 where their numbers lie elsewhere.
+    /// Bit mask of further agents with the same time; 0 where their numbers are too far apart.
     pub(super) fn agents_of(&self, other: &Self) -> u32 {
         if (self.block, self.first) == (other.block, other.first) { other.agents } else { 0 }
     }
@@ -64,24 +64,24 @@ impl Accesses {
     }
 }
 
-/// What is seen of a block: for each agent the number below which its accesses are seen;
-/// missing: 0.
+/// The part of a view that concerns one CTA: for each agent, the time below which its accesses
+/// are ordered; missing: 0.
 type Seen = Rc<Vec<u32>>;
 
-/// What is seen of blocks, by their numbers. A block that is there has started.
+/// A view of other CTAs, by their numbers. A CTA that is present has started.
 pub(crate) type Known = BTreeMap<u32, Seen>;
 
-/// What a thread, or a barrier of its block, has seen.
+/// The view of a thread, or of a barrier of its CTA.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct View {
-    /// Of the block's own agents. What a thread's view says of the thread itself is old.
+    /// Times of the own CTA's agents. The entry of the thread itself is not kept up to date.
     own: Seen,
-    /// Of other blocks' agents. What it says of the own block is old.
+    /// Times of other CTAs' agents. The entry of the own CTA is not kept up to date.
     others: Option<Rc<Known>>,
 }
 
 impl View {
-    /// What is seen of block `block`, where this is a view of block `own`.
+    /// The part that concerns CTA `block`, of a view owned by CTA `own`.
     #[inline(always)]
     fn of(&self, block: u32, own: u32) -> &[u32] {
         let others = || self.others.as_ref().and_then(|others| others.get(&block));
@@ -101,7 +101,7 @@ impl View {
         }
     }
 
-    /// The same for what another block, or the cluster, has handed out; this is a view of block
+    /// Joins a view that another CTA, or the cluster, has released; this view belongs to CTA
     /// `block`.
     pub(crate) fn join_known(&mut self, block: u32, known: &Rc<Known>) {
         if let Some(own) = known.get(&block) {
@@ -115,7 +115,7 @@ impl View {
         raise(&mut self.own, agent, time);
     }
 
-    /// As other blocks may be told of it.
+    /// As other CTAs may be told of it.
     pub(crate) fn publish(&self, block: u32) -> Known {
         let mut known = self.others.as_deref().cloned().unwrap_or_default();
         known.insert(block, self.own.clone());
@@ -132,7 +132,7 @@ pub(crate) fn raise(seen: &mut Seen, agent: u32, time: u32) {
     seen[agent] = seen[agent].max(time);
 }
 
-/// Sees whatever either sees; where one sees it all, that one is shared.
+/// The join of two views; where one contains the other, it is shared.
 fn join_seen(mine: &mut Seen, theirs: &Seen) {
     if covers(theirs, mine) {
         *mine = theirs.clone();
@@ -145,7 +145,7 @@ fn join_seen(mine: &mut Seen, theirs: &Seen) {
     }
 }
 
-/// The same for what is seen of several blocks.
+/// The same for what is seen of several CTAs.
 pub(crate) fn join_known(mine: &mut Rc<Known>, theirs: &Rc<Known>) {
     if Rc::ptr_eq(mine, theirs) {
     } else if includes(theirs, mine) {
@@ -167,29 +167,28 @@ fn covers(all: &Seen, part: &Seen) -> bool {
         return true;
     }
     let common = all.len().min(part.len());
-    // To the end, whatever comes: that is a vector instruction for many.
+    // No early exit: a loop over all entries vectorises.
     let exceeds = |any: bool, (more, less): (&u32, &u32)| any | (less > more);
     !all.iter().zip(part.iter()).fold(false, exceeds)
         && part[common..].iter().all(|time| *time == 0)
 }
 
-/// Bit `i`: the i-th is later than `time`. All of them, whoever is asked for: that is a vector
-/// instruction for many.
+/// Bit `i`: entry `i` is later than `time`. No early exit: a loop over all entries vectorises.
 #[inline]
 fn later(times: &[u32; 32], time: u32) -> u32 {
     let later = |bits, (i, seen): (usize, &u32)| bits | u32::from(*seen > time) << i;
     times.iter().enumerate().fold(0, later)
 }
 
-/// A thread, or the first of several that have seen the same.
+/// A thread, or the first of several threads that share a view.
 pub(super) struct Viewer {
     thread: u32,
-    /// A thread sees its own accesses, whatever its view says.
+    /// A thread sees its own accesses, whatever its view has.
     alone: bool,
 }
 
-/// The last joins. Threads that share what they have seen mostly acquire the same, one after the
-/// other, and then share it again.
+/// A cache of the last join. Threads that share a view mostly acquire the same one, one after the
+/// other, and share the result again.
 #[derive(Default)]
 struct Joins {
     /// Mine, theirs, both.
@@ -238,9 +237,8 @@ fn remember<T>(
     *last = Some([before, theirs.clone(), mine.clone()]);
 }
 
-/// The views of a block's threads. Agents are numbered: threads, then their proxy fences, then the
-/// warps' wgmmas, then everyone's accesses before the last block barrier, then those that came
-/// later.
+/// The views of a CTA's threads. Agents are numbered: threads, then their proxy fences, then the
+/// warps' wgmmas, then all accesses before the last CTA barrier, then agents added later.
 pub(crate) struct Clocks {
     block: u32,
     threads: u32,
@@ -253,7 +251,7 @@ pub(crate) struct Clocks {
 }
 
 impl Clocks {
-    /// Knows what threads knew by the warps' clocks.
+    /// Starts from the order that the warps' clocks give.
     pub(super) fn new(block: u32, warp_times: &[u32], block_time: u32) -> Self {
         let threads = warp_times.len() as u32 * 32;
         let view = |warp: usize| {
@@ -273,12 +271,12 @@ impl Clocks {
         }
     }
 
-    /// Everyone's accesses before the last block barrier.
+    /// The agent for all accesses before the last CTA barrier.
     pub(crate) fn everyone(&self) -> Stamp {
         self.stamp(2 * self.threads + self.threads / 32, 0)
     }
 
-    /// An access of an agent of this block.
+    /// An access of an agent of this CTA.
     pub(crate) fn stamp(&self, agent: u32, time: u32) -> Stamp {
         Stamp { block: self.block, agent, time }
     }
@@ -302,7 +300,7 @@ impl Clocks {
     pub(crate) fn name(&self, Stamp { block, agent, .. }: Stamp) -> Agent {
         let everyone = self.everyone().agent;
         if block != self.block {
-            // Blocks of a launch have equally many threads.
+            // All CTAs of a launch have the same number of threads.
             if agent < self.threads {
                 Agent::Peer { block, thread: agent }
             } else {
@@ -324,14 +322,14 @@ impl Clocks {
         self.stamp(thread, self.times[thread as usize])
     }
 
-    /// Whether that access is ordered before the thread's next one.
+    /// Whether an access is ordered before the thread's next one.
     #[inline]
     pub(crate) fn sees(&self, thread: u32, stamp: Stamp) -> bool {
         let Stamp { block, agent, time } = stamp;
         (block, agent) == (self.block, thread) || self.sees_of(thread, block, agent, time)
     }
 
-    /// Whether that access is ordered before the next one of each thread it stands for.
+    /// Whether an access is ordered before the next one of each thread in the group.
     #[inline]
     pub(super) fn viewer_sees(&self, viewer: &Viewer, stamp: Stamp) -> bool {
         if viewer.alone {
@@ -355,14 +353,15 @@ impl Clocks {
         viewers
     }
 
-    /// Whether the thread's view has an agent's accesses at `time`.
+    /// Whether the thread's view contains an agent's accesses at `time`.
     #[inline]
     fn sees_of(&self, thread: u32, block: u32, agent: u32, time: u32) -> bool {
         let seen = self.views[thread as usize].of(block, self.block);
         seen.get(agent as usize).is_some_and(|seen| *seen > time)
     }
 
-    /// The agents whose accesses are not ordered before the next one of each thread it stands for.
+    /// The agents whose accesses are not ordered before the next access of each thread in the
+    /// group.
     pub(super) fn unseen(&self, &Viewer { thread, alone }: &Viewer, accesses: Accesses) -> u32 {
         let Accesses { block, first, time, agents } = accesses;
         let seen = self.views[thread as usize].of(block, self.block);
@@ -381,13 +380,12 @@ impl Clocks {
         agents & !ordered & !itself
     }
 
-    /// Whether the thread that wrote so has since fenced its writes for the asynchronous units, and
-    /// the viewer knows it.
+    /// Whether the writer has since issued a proxy fence, and the viewer is ordered after it.
     pub(super) fn sees_fence(&self, viewer: &Viewer, written: Stamp) -> bool {
         self.sees_of(viewer.thread, written.block, self.threads + written.agent, written.time)
     }
 
-    /// Whether the thread knows that another block has started.
+    /// Whether the thread's view contains the start of another CTA.
     pub(crate) fn knows(&self, thread: u32, block: u32) -> bool {
         let others = &self.views[thread as usize].others;
         others.as_ref().is_some_and(|others| others.contains_key(&block))
@@ -398,12 +396,12 @@ impl Clocks {
         (0..self.threads).any(|thread| self.sees(thread, stamp))
     }
 
-    /// Starts a new time of the thread; what it did so far can be told from what it will do.
+    /// Advances the thread's clock, so that later accesses differ from earlier ones.
     pub(crate) fn tick(&mut self, thread: u32) {
         self.times[thread as usize] += 1;
     }
 
-    /// Puts what the thread has done and seen into `view`.
+    /// Joins the thread's view and its own accesses into `view`.
     pub(crate) fn release(&mut self, thread: u32, view: &mut View) {
         self.release_all(thread..thread + 1, view);
     }
@@ -429,14 +427,14 @@ impl Clocks {
         self.joins.join(&mut self.views[thread as usize], view);
     }
 
-    /// What the thread has done and seen, as other blocks may be told of it.
+    /// The thread's view, in the form that other CTAs receive.
     pub(crate) fn publish(&mut self, thread: u32) -> Known {
         let mut view = View::default();
         self.release(thread, &mut view);
         view.publish(self.block)
     }
 
-    /// Lets the thread see what other blocks have handed out.
+    /// Joins views released by other CTAs into the thread's.
     pub(crate) fn acquire_known(&mut self, thread: u32, known: &Rc<Known>) {
         let view = &mut self.views[thread as usize];
         if let Some(own) = known.get(&self.block) {
@@ -445,7 +443,7 @@ impl Clocks {
         self.joins.join_others(&mut view.others, known);
     }
 
-    /// Lets the thread see an agent's accesses before `time`.
+    /// Adds an agent's accesses before `time` to the thread's view.
     pub(crate) fn advance(&mut self, thread: u32, agent: u32, time: u32) {
         self.advance_all(thread..thread + 1, agent, time);
     }
@@ -464,12 +462,12 @@ impl Clocks {
         }
     }
 
-    /// The warp has waited for its groups of wgmmas before `group`.
+    /// The warp has waited for its wgmma groups before `group`.
     pub(crate) fn retire_wgmmas(&mut self, warp: u32, group: u32) {
         self.advance_all(warp * 32..warp * 32 + 32, self.wgmmas(warp), group);
     }
 
-    /// The thread's writes so far are fenced for the asynchronous units.
+    /// The thread has issued a proxy fence after its writes so far.
     pub(crate) fn fence(&mut self, thread: u32) {
         self.tick(thread);
         self.views[thread as usize].raise(self.threads + thread, self.times[thread as usize]);

@@ -1,4 +1,4 @@
-//! Who wrote a place of shared memory last and who has read it since, in kernels whose accesses
+//! The last write of each word of shared memory and the reads since, in kernels whose accesses
 //! vector clocks order.
 //!
 //! Every word has a history, and each of its bytes has one while threads share the word.
@@ -12,7 +12,8 @@ use std::rc::Rc;
 /// An access of one or more threads, or of a unit on their behalf.
 #[derive(Clone, Debug)]
 pub(crate) struct Touch {
-    /// The threads that issue it. All of them must see what it depends on.
+    /// The threads that issue it. All of them must be ordered after the accesses that it depends
+    /// on.
     pub(crate) issuers: Range<u32>,
     pub(crate) kind: Kind,
 }
@@ -23,17 +24,17 @@ pub(crate) enum Kind {
     Write,
     /// A thread's asynchronous copy starts.
     BeginCopy,
-    /// It has arrived and the thread has waited for it.
+    /// An asynchronous copy has arrived, and the thread has waited for it.
     LandCopy,
     /// The place becomes part of an mbarrier.
     Initialise,
     /// The TMA writes a box.
     Load(Stamp),
-    /// A store without waiting, which an mbarrier reports, arrives.
+    /// A remote asynchronous store, which an mbarrier reports, arrives.
     Deliver(Stamp),
     /// The TMA reads a box.
     Store(Stamp),
-    /// The tensor cores read for that group of the issuing warps.
+    /// The tensor cores read, for that wgmma group of the issuing warps.
     Multiply(u32),
 }
 
@@ -51,12 +52,12 @@ pub(super) enum Trouble {
 enum Written {
     Never,
     Thread(Stamp),
-    /// By a thread's asynchronous copy that it has not waited for.
+    /// Written by a thread's asynchronous copy that it has not waited for.
     InFlight(Stamp),
     Loaded(Stamp),
     /// The place is part of an mbarrier.
     Mbarrier,
-    /// The word's bytes have their own histories, and this is their number.
+    /// The word is split: its bytes have histories of their own, at this index.
     Split(u32),
 }
 
@@ -66,8 +67,8 @@ struct History {
     reads: Reads,
 }
 
-/// Latest read of each agent, those left out that a later reader has seen. Most often one: lanes of
-/// a warp that read at the same time are one of them.
+/// The latest read of each agent, without reads that a later reader is ordered after. Mostly one
+/// entry: lanes of a warp that read at the same time share it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Reads {
     first: Accesses,
@@ -167,7 +168,7 @@ impl Touch {
     }
 }
 
-/// A touch, and what is the same at every place of it.
+/// A touch, with the values that are the same for all its words.
 pub(super) struct Check<'a> {
     touch: &'a Touch,
     clocks: &'a Clocks,
@@ -190,7 +191,7 @@ impl<'a> Check<'a> {
         }
     }
 
-    /// Checks it against what a place has seen, and makes it part of that.
+    /// Checks the access against a history, and adds it.
     #[inline]
     fn apply(&self, history: &mut History) -> Result<(), Trouble> {
         let now = || self.clocks.now(self.touch.issuers.start);
@@ -267,7 +268,7 @@ impl<'a> Check<'a> {
         Ok(())
     }
 
-    /// The agents of these accesses that not all issuers see.
+    /// The agents of these accesses that not all issuers are ordered after.
     fn unseen(&self, accesses: Accesses) -> u32 {
         let unseen = |viewer| self.clocks.unseen(viewer, accesses);
         self.viewers.iter().map(unseen).fold(0, |all, agents| all | agents)
@@ -277,18 +278,18 @@ impl<'a> Check<'a> {
 /// The history of every place.
 pub(super) struct Histories {
     words: Vec<History>,
-    /// Histories of the bytes of words that are split, by number.
+    /// Histories of the bytes of split words, by index.
     bytes: Vec<[History; 4]>,
     /// Numbers that no word has.
     free: Vec<u32>,
 }
 
-/// The history that the last place of an access had, and what became of it.
+/// The history at the previous word of an access, and the result.
 #[derive(Default)]
 pub(super) struct Last(Option<(History, History)>);
 
 impl Last {
-    /// Does to `history` what was done to the last one, where that was the same.
+    /// Repeats on `history` the update of the previous word, if that had the same history.
     fn or(
         &mut self,
         history: &mut History,
@@ -306,7 +307,7 @@ impl Last {
     }
 }
 
-/// What a summary of accesses by warp clocks says about a place.
+/// The summary of a word's accesses that the warps' clocks kept.
 pub(super) struct Past {
     /// Thread and time; whether it was a copy that has not arrived.
     pub(super) writer: Option<(Stamp, bool)>,
@@ -329,14 +330,14 @@ impl Histories {
         Self { words: vec![History::UNTOUCHED; words], bytes: Vec::new(), free: Vec::new() }
     }
 
-    /// Takes over what is known about byte `offset`, or about the word there.
+    /// Imports the summary of byte `offset`, or of the word there.
     pub(super) fn import(&mut self, offset: usize, whole_word: bool, past: Past) {
         let place = if whole_word { &mut self.words[offset / 4] } else { self.byte(offset) };
         *place = History::from(past);
     }
 
-    /// Touches 1, 2 or a multiple of 4 bytes; refuses with the offset of the first bad place. Of
-    /// an access with many places, `last` is kept from one to the next.
+    /// Touches 1, 2 or a multiple of 4 bytes; errs with the offset of the first conflict. `last`
+    /// caches the update from one word to the next.
     #[inline]
     pub(super) fn touch(
         &mut self,
@@ -373,7 +374,7 @@ impl Histories {
         Ok(())
     }
 
-    /// A whole word whose bytes have their own histories; once they agree, one is enough again.
+    /// A split word; once the histories of its bytes agree, it is merged again.
     fn touch_split(&mut self, word: usize, check: &Check) -> Result<(), (usize, Trouble)> {
         self.touch_bytes(word * 4..word * 4 + 4, check)?;
         if !check.touch.is_read() {
@@ -384,7 +385,7 @@ impl Histories {
         Ok(())
     }
 
-    /// The history of one byte, of a word that is split from here on.
+    /// The history of one byte, of a word that is split from now on.
     fn byte(&mut self, offset: usize) -> &mut History {
         let word = &mut self.words[offset / 4];
         let number = match word.written {

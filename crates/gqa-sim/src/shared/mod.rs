@@ -1,4 +1,4 @@
-//! A block's dynamic shared memory, checked at every access.
+//! A CTA's dynamic shared memory, checked at every access.
 
 mod address;
 mod clocks;
@@ -16,15 +16,15 @@ use order::Order;
 pub(crate) use shadow::Who;
 use shadow::{Cell, Conflict};
 
-/// Memory in words, a shadow cell for each, and cells for single bytes where threads share a word.
+/// Memory in words with a shadow cell each, and cells for single bytes of split words.
 #[derive(Default)]
 pub(crate) struct SharedMemory {
     words: Vec<u32>,
     cells: Vec<Cell>,
-    /// Four for each word, valid where the word's own cell is split. Empty until a word is split.
+    /// Four per word, valid where the word's own cell is split. Empty until a word is split.
     byte_cells: Vec<Cell>,
     bytes: u32,
-    /// Takes the place of the cells once a kernel does what the warps' clocks cannot follow.
+    /// Replaces the cells once a kernel uses synchronisation that warp clocks cannot follow.
     order: Option<Box<Order>>,
 }
 
@@ -93,8 +93,8 @@ impl SharedMemory {
         }
     }
 
-    /// Loads a row of a matrix whose address `giver` gave: word `i` is read by the lanes
-    /// `receivers[i]` of the warp that starts at thread `first`.
+    /// Loads a row of a matrix (`ldmatrix`) at the address that thread `giver` passed. Word `i`
+    /// goes to the lanes `receivers[i]` of the warp that starts at thread `first`.
     #[inline(always)]
     pub(crate) fn load_row(
         &mut self,
@@ -116,8 +116,7 @@ impl SharedMemory {
         Ok(*self.vec(offset))
     }
 
-    /// Checks every access from here on by vector clocks, which begin with what these clocks of the
-    /// warps say.
+    /// Switches to vector clocks, which start from the order that the warps' clocks give.
     pub(crate) fn refine(&mut self, block: u32, warp_times: &[u32], block_time: u32) {
         let begin =
             || Box::new(Order::new(block, warp_times, block_time, &self.cells, &self.byte_cells));
@@ -137,8 +136,8 @@ impl SharedMemory {
         order.touch((offset, bytes as usize), touch)
     }
 
-    /// Checks an access of `bytes` bytes by a thread of another block, whose clocks these are; both
-    /// blocks use vector clocks. Returns the offset.
+    /// Checks an access of `bytes` bytes by a thread of another CTA, with that CTA's clocks;
+    /// both CTAs use vector clocks. Returns the offset.
     pub(crate) fn touch_peer(
         &mut self,
         clocks: &Clocks,
@@ -281,8 +280,7 @@ impl SharedMemory {
         access.apply(cell, who).or_else(|conflict| refuse(conflict, who, word * 4))
     }
 
-    /// A whole word whose bytes have their own cells. Once it is written as a whole, one cell is
-    /// enough again.
+    /// A split word. Once it is written as a whole, one cell is enough again.
     #[cold]
     fn access_split(&mut self, who: Who, word: usize, access: Access) -> Checked {
         self.access_bytes(who, word * 4, 4, access)?;

@@ -1,5 +1,5 @@
-//! Shared memory of kernels in which single threads wait for each other: every access is checked
-//! against vector clocks.
+//! Checks of shared memory in kernels that use finer synchronisation than CTA and warp barriers:
+//! every access is checked against vector clocks.
 
 use super::address::{BASE, Checked, fault};
 use super::clocks::{Clocks, Stamp};
@@ -43,7 +43,7 @@ impl Order {
         touch_histories(&mut self.histories, place, touch, &self.clocks)
     }
 
-    /// As [`Self::touch`], by a thread of another block, whose clocks these are.
+    /// As [`Self::touch`], by a thread of another CTA, whose clocks these are.
     pub(super) fn touch_by(
         &mut self,
         clocks: &Clocks,
@@ -88,7 +88,7 @@ fn touch_histories(
 }
 
 impl Cell {
-    /// What it knows; readers that it has left out are stood for by `everyone`.
+    /// The history of the word. Readers that it does not list are covered by `everyone`.
     fn past(&self, block_time: u32, everyone: Stamp) -> Past {
         let (mut readers, complete) = self.readers(everyone.block, block_time);
         if !complete {

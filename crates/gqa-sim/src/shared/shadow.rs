@@ -1,8 +1,9 @@
-//! Who touched a place of shared memory last, and whether that is ordered before the next access.
+//! The last accesses of each word of shared memory, and whether they are ordered before the next
+//! one.
 //!
-//! Every warp has a clock. `sync_warp` advances it by one; a block barrier sets the clocks of all
-//! warps to one value past the largest, the *block time*. An access at time `t` is ordered before a
-//! thread's next one if `t` is before the block time, or if it came from the thread's own warp
+//! Every warp has a clock. `sync_warp` advances it by one; a CTA barrier sets the clocks of all
+//! warps to one value past the largest, the *CTA time*. An access at time `t` is ordered before a
+//! thread's next one if `t` is before the CTA time, or if it came from the thread's own warp
 //! before the warp's present time, or from the thread itself.
 
 use super::clocks::Stamp;
@@ -14,7 +15,7 @@ pub(crate) struct Who {
     pub(crate) thread: u32,
     /// Its warp's clock.
     pub(crate) time: u32,
-    /// Value of the clocks after the last block barrier.
+    /// Value of the clocks after the last CTA barrier.
     pub(crate) block_time: u32,
 }
 
@@ -32,10 +33,11 @@ pub(crate) enum Conflict {
     Race { hazard: Hazard, first: u32 },
 }
 
-/// One or two threads and a time, packed: `time << 32 | flags << 24 | b << 12 | a`. Zero: nobody.
+/// One or two threads and a time, packed: `time << 32 | flags << 24 | b << 12 | a`. Zero: no
+/// access.
 ///
-/// States of a place that need a second look have the latest time there is, so that one comparison
-/// with the block time settles the usual case.
+/// States that need a second look have the largest time, so that one comparison with the CTA time
+/// decides the usual case.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Tag(u64);
 
@@ -45,7 +47,7 @@ impl Tag {
     const WARPS: u64 = 1 << 24;
     /// A copy by `a` is on its way here.
     const IN_FLIGHT: u64 = Self::LATEST | 1 << 25;
-    /// Nobody has written here since the block started.
+    /// Not written since the CTA started.
     const UNWRITTEN: Self = Self(Self::LATEST | 1 << 26);
     /// The word's bytes have their own cells.
     const SPLIT: Self = Self(Self::LATEST | 1 << 27);
@@ -87,8 +89,7 @@ impl Tag {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Cell {
     writer: Tag,
-    /// Readers since the last write: enough of them that any writer who races with one of them
-    /// races with one named here.
+    /// Readers since the last write: any write that races with a reader races with one listed here.
     reader: Tag,
 }
 
@@ -111,8 +112,8 @@ impl Cell {
         (!self.is_unwritten()).then_some((stamp, self.writer.has(Tag::IN_FLIGHT)))
     }
 
-    /// Readers since the last write and the last block barrier, and whether these are all. Where
-    /// two lanes of a warp are known, any lane may have read.
+    /// Readers since the last write and the last CTA barrier, and whether the list is complete.
+    /// If it names two lanes of a warp, any lane may have read.
     pub(super) fn readers(self, block: u32, block_time: u32) -> (Vec<Stamp>, bool) {
         let (reader, time) = (self.reader, self.reader.time());
         if time < block_time {
@@ -191,16 +192,16 @@ impl Cell {
         Ok(())
     }
 
-    /// Whether the last write, made since the last block barrier, is ordered before `who`'s next
+    /// Whether the last write, made since the last CTA barrier, is ordered before `who`'s next
     /// access.
     fn writer_is_ordered(&self, who: Who) -> bool {
         let writer = self.writer;
         writer.a() == who.thread || (writer.warp() == who.warp() && writer.time() < who.time)
     }
 
-    /// `who` reads besides those who have read since the last block barrier, all of one warp. Older
-    /// readers of that warp may be forgotten: for its own lanes they are ordered, and for other
-    /// warps the new one stands in.
+    /// Adds `who` to the readers since the last CTA barrier, which are of one warp. Older readers
+    /// of that warp may be dropped: its own lanes are ordered after them, and for other warps the
+    /// new reader stands in.
     fn join_readers(&mut self, who: Who) {
         let reader = self.reader;
         if reader.warp() != who.warp() {
@@ -212,8 +213,7 @@ impl Cell {
         }
     }
 
-    /// One of those who have read since the last block barrier that is not ordered before `who`'s
-    /// write.
+    /// A reader since the last CTA barrier that is not ordered before the write of `who`.
     fn racing_reader(&self, who: Who) -> Option<u32> {
         let reader = self.reader;
         if reader.warp() != who.warp() {

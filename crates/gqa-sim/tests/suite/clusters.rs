@@ -1,5 +1,5 @@
-//! Clusters: what blocks do in each other's shared memory, and the faults of those that break a
-//! rule, with every seed.
+//! Clusters: accesses to other CTAs' shared memory, and the fault of each broken rule, with every
+//! seed.
 
 use gqa_sim::device::*;
 use gqa_sim::{Agent, Arg, Arguments, Fault, FaultKind, Hazard, Launch, Place, Report, launch};
@@ -87,8 +87,7 @@ enum Plant {
 }
 use Plant::*;
 
-/// Every thread writes a word of the next rank's memory; every thread reads a word of the one
-/// before the previous one's.
+/// Every thread writes a word of the next rank's memory, and reads a word of the rank two before.
 fn exchange(plant: Plant) -> impl Fn(&Arguments) + Sync {
     move |arguments: &Arguments| {
         let (rank, thread) = (cluster_rank(), thread_idx());
@@ -163,7 +162,7 @@ fn peers_writes_need_a_barrier_before_they_are_read() {
     for seed in SEEDS {
         for plant in [NoBarrierBetween, RelaxedArrival] {
             let kind = exchange_fault(seed, plant);
-            // The reader came first, or the writer; or nobody has written yet.
+            // The reader came first, or the writer; or no thread has written yet.
             let raced = matches!(&kind, FaultKind::AsyncRace { first: Agent::Peer { .. }, .. });
             let early = matches!(&kind, FaultKind::UninitialisedShared { .. });
             assert!(raced || early, "{plant:?}: {kind}");
@@ -258,7 +257,7 @@ fn barriers_of_the_cluster_order_what_block_barriers_and_warps_did() {
     }
 }
 
-/// More threads at once than one process gets stacks for, were all of them to have their own.
+/// More threads than one process can have stacks for at once.
 #[test]
 fn large_clusters_run_side_by_side() {
     let shape = Launch { grid: [64, 1, 1], threads: 512, cluster: 16, ..shape(1) };

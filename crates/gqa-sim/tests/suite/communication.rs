@@ -1,5 +1,5 @@
-//! Blocks that pass partial results through global memory to the one that comes last, and the
-//! faults of those that break a rule, with every seed.
+//! CTAs that pass partial results through global memory to the last CTA, and the fault of each
+//! broken rule, with every seed.
 
 use gqa_sim::device::*;
 use gqa_sim::{Agent, Arg, Arguments, Fault, FaultKind, Hazard, Launch, Report, launch};
@@ -14,7 +14,7 @@ const THREADS: u32 = 64;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Plant {
     Nothing,
-    /// Fences instead of atomic operations that order.
+    /// Fences and relaxed atomics instead of ordered atomics.
     Fences,
     NoRelease,
     NoAcquire,
@@ -39,7 +39,7 @@ fn shape(seed: u64) -> Launch<'static> {
     }
 }
 
-/// Counts the block; returns how many came before it.
+/// Counts the CTA; returns how many came before it.
 fn count(counter: Global<u32>, plant: Plant) -> u32 {
     let sum = block_idx_y() as usize;
     match plant {
@@ -65,7 +65,7 @@ fn count(counter: Global<u32>, plant: Plant) -> u32 {
     }
 }
 
-/// Sums `i + part` over parts, for element `i` of a block's threads.
+/// Sums `i + part` over parts, for element `i` of a CTA's threads.
 fn merge(arguments: &Arguments, plant: Plant) {
     let (counter, partial, out) =
         (arguments.global::<u32>(0), arguments.global::<u32>(1), arguments.global::<u32>(2));
@@ -227,7 +227,7 @@ fn the_seed_decides_who_comes_last_and_nothing_else_does() {
     assert!((0..60).all(|seed| last(seed) == last(seed)));
 }
 
-/// Runs two blocks on two words that two arguments share.
+/// Runs two CTAs on two words that two arguments share.
 fn two_blocks(seed: u64, kernel: impl Fn(&Arguments) + Sync) -> Result<Report, Fault> {
     let mut words = [0u32; 2];
     let cells = Cell::from_mut(&mut words[..]).as_slice_of_cells();
@@ -271,7 +271,7 @@ fn stores_release_and_loads_acquire() {
         SEEDS.filter(|seed| two_blocks(*seed, pass(release, acquire)).is_err()).count()
     };
     assert_eq!(races(true, true), 0);
-    // Where the reader is too early, nothing goes wrong.
+    // If the reader is too early, no fault occurs.
     assert!(races(false, true) > 0 && races(true, false) > 0 && races(false, false) > 0);
 }
 
@@ -311,8 +311,8 @@ fn atomics_are_checked_as_other_accesses() {
     assert!(matches!(kind, FaultKind::NullPointer { .. }), "{kind}");
 }
 
-/// A grid that may start before the one before it has ended: `wait` decides which threads wait, and
-/// what orders the others.
+/// A grid that may start before the previous one has ended: `wait` selects the threads that wait,
+/// and how the others are ordered.
 fn dependent(wait: fn(), early: bool) -> Result<Report, Fault> {
     let (input, mut out) = ([7u32; 64], [0u32; 64]);
     let kernel = |arguments: &Arguments| {

@@ -1,5 +1,5 @@
-//! Kernels that break a rule, and the fault each must end in; where a small change mends the
-//! kernel, that it then passes.
+//! Kernels that break a rule, and the fault that each must end in; kernels that a small change
+//! corrects must then pass.
 
 use gqa_sim::device::*;
 use gqa_sim::{Arg, Arguments, Fault, FaultKind, Hazard, Launch, Place, Report, launch};
@@ -164,16 +164,15 @@ fn shared_access_outside_or_misaligned() {
     assert!(matches!(kind, FaultKind::SharedAlignment { bytes: 16, .. }), "{kind}");
 }
 
-/// Two accesses of two threads with `between` between them; the second thread is in the warp
-/// `distance / 32` further on.
+/// Two accesses by two threads with `between` between them; the second thread is `distance / 32`
+/// warps further on.
 fn two_accesses(first: fn(), between: fn(), second: fn(), distance: u32) -> Result<Report, Fault> {
     run(64, move || {
         if thread_idx() < 32 {
             st_shared(at(4 * thread_idx()), 0u32);
         }
         sync_threads();
-        // Shuffles make the order certain within a warp, and a second warp's turn may come at any
-        // time.
+        // Shuffles fix the order within a warp; a second warp may run at any time.
         if thread_idx() == 0 {
             first();
         }
@@ -328,7 +327,7 @@ fn copies_of_other_threads_need_a_barrier_too() {
     };
     copy(kernel(true)).unwrap();
     let fault = copy(kernel(false)).unwrap_err();
-    // Whose turn comes first decides what is found first.
+    // The thread that runs first determines which fault is found.
     let found = matches!(
         fault.kind,
         FaultKind::Race { hazard: Hazard::ReadAfterWrite, .. }

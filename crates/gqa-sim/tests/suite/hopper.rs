@@ -33,7 +33,7 @@ fn values(count: u32) -> Vec<bf16> {
     (0..count as usize).map(|i| bf16::from_f32(value(i))).collect()
 }
 
-/// Order of B in memory, and how boxes of A and B lie in shared memory.
+/// Order of B in memory, and the layout of boxes of A and B in shared memory.
 #[derive(Clone, Copy, Debug)]
 struct Form {
     mn_major: bool,
@@ -179,8 +179,7 @@ fn gemm(arguments: &Arguments, form: Form) {
     }
 }
 
-/// `rows` by `columns` of the product of matrices that are smaller than the tile; what lies outside
-/// is zero.
+/// `rows` by `columns` of the product of matrices smaller than the tile; elements outside are zero.
 fn run([rows, columns]: [u32; 2], seed: u64, form: Form) -> (Vec<bf16>, Report) {
     let (a, b) = (values(rows * DEPTH), values(DEPTH * DEPTH));
     let mut c = vec![bf16::ONE; (rows * columns) as usize];
@@ -193,7 +192,7 @@ fn run([rows, columns]: [u32; 2], seed: u64, form: Form) -> (Vec<bf16>, Report) 
     (c, report)
 }
 
-/// Compares with the definition, where `b` is an element of B: (k, column).
+/// Compares with the definition; `b` is an element of B: (k, column).
 fn check(extent: [u32; 2], form: Form, seed: u64, b: impl Fn(usize, usize) -> f32) -> Report {
     let (c, report) = run(extent, seed, form);
     let columns = extent[1] as usize;
@@ -292,8 +291,8 @@ fn codes(rows: u32) -> Vec<u16> {
     codes.collect()
 }
 
-/// The product of 64 by 128 and 128 by 128 numbers of e4m3, the first in registers if
-/// `in_registers`, both K-major.
+/// The product of 64 by 128 and 128 by 128 e4m3 values, the first in registers if `in_registers`,
+/// both K-major.
 fn multiply_e4m3(base: u32, in_registers: bool) -> [f32; 64] {
     let form = Form { mn_major: false, swizzle: Swizzle::Bytes128, row: 128 };
     let (row, four) = (thread_idx() % 128 / 32 * 16 + lane() / 4, lane() % 4 * 4);

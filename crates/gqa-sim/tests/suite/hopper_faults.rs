@@ -1,5 +1,5 @@
-//! Pipelines of copies and warpgroup products that break a rule, and the fault each must end in,
-//! with every seed.
+//! Pipelines of copies and warpgroup products that break a rule, and the fault that each must end
+//! in, with every seed.
 
 use gqa_sim::device::*;
 use gqa_sim::{
@@ -130,7 +130,7 @@ fn consume(base: u32, plant: Plant) -> [f32; 32] {
     c
 }
 
-/// Writes C over A and from there to the tensor.
+/// Writes C over A, and stores it to the tensor from there.
 fn store(base: u32, c: &[f32; 32], map: TensorMap, plant: Plant) {
     let row = thread_idx() % 128 / 32 * 16 + lane() / 4;
     let place = |i: u32| {
@@ -216,7 +216,7 @@ fn expected() -> Vec<bf16> {
     (0..64 * 64).map(|i| bf16::from_f32(sum(i))).collect()
 }
 
-/// Asserts that the planted error ends in a fault that `is` knows, with every seed.
+/// Asserts that the planted error ends in a fault that satisfies `is`, with every seed.
 fn finds(plant: Plant, is: impl Fn(&FaultKind) -> bool) {
     for seed in 0..12 {
         let kind = run(plant, seed).expect_err("the pipeline breaks a rule").kind;
@@ -381,7 +381,7 @@ fn wrong_descriptors_give_wrong_numbers_or_faults() {
         let outcome = run(Descriptor(difference), 3);
         assert_ne!(outcome.ok().as_ref(), Some(&expected), "{difference:#x}");
     }
-    // With a swizzle, K-major operands have no use for the leading offset.
+    // With a swizzle, K-major operands ignore the leading offset.
     assert_eq!(run(Descriptor(1 << 17), 3).unwrap(), expected);
     finds(
         Descriptor(1 << 50),
@@ -389,7 +389,7 @@ fn wrong_descriptors_give_wrong_numbers_or_faults() {
     );
 }
 
-/// Runs a kernel on two warps, or as many as said.
+/// Runs a kernel on two warps, or on the given number.
 fn fault(threads: u32, kernel: impl Fn(u32) + Sync) -> FaultKind {
     outcome(threads, 1, kernel).expect_err("the kernel breaks a rule").kind
 }
@@ -466,7 +466,7 @@ fn more_arrivals_than_a_phase_has() {
     assert!(what.contains("more than 1 arrivals"), "{what}");
 }
 
-/// Thread 0 writes and arrives, thread 40 waits and reads; `waits` says whether it does wait.
+/// Thread 0 writes and arrives, thread 40 reads, after a wait if `waits`.
 fn handshake(seed: u64, waits: bool) -> Result<(), Fault> {
     outcome(64, seed, |base| {
         if thread_idx() == 0 {
@@ -501,7 +501,7 @@ fn arrival_and_wait_order_two_threads() {
     }
 }
 
-/// An arrival covers what its thread did before, and nothing of its warp's other lanes.
+/// An arrival covers its thread's earlier accesses, and none of the warp's other lanes.
 #[test]
 fn arrival_covers_one_lane() {
     let exchange = |seed, sync: bool| {
@@ -531,8 +531,7 @@ fn arrival_covers_one_lane() {
     }
 }
 
-/// Warp 0 writes and arrives; warp 1 waits there and reads, and writes back what warp 0 may not
-/// read.
+/// Warp 0 writes and arrives; warp 1 waits and reads, and then writes what warp 0 may not read.
 #[test]
 fn named_barrier_orders_those_who_wait_after_those_who_arrive() {
     let exchange = |seed, both_ways: bool| {
@@ -646,8 +645,8 @@ fn stores_through_a_map_of_read_only_memory() {
     assert!(matches!(kind, FaultKind::ReadOnly { argument: 0, .. }), "{kind}");
 }
 
-/// Random accesses and barriers of two warps, the same in every run of a program; `clocks` says
-/// after how many steps vector clocks begin.
+/// Random accesses and barriers of two warps, the same in every run of a program; vector clocks
+/// start after `clocks` steps.
 fn random_program(program: u64, clocks: u32) -> Option<FaultKind> {
     let step = |i: u32, thread: u32| {
         let mixed =
@@ -683,7 +682,7 @@ fn random_program(program: u64, clocks: u32) -> Option<FaultKind> {
     .map(|fault| fault.kind)
 }
 
-/// Where both can order accesses, vector clocks find what the warps' clocks find.
+/// Where both apply, vector clocks and warp clocks find the same faults.
 #[test]
 fn vector_clocks_agree_with_warp_clocks() {
     let mut races = 0;

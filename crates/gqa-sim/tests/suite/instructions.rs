@@ -148,8 +148,8 @@ fn matrix_product_is_right_with_the_right_fragments_and_only_then() {
     }
 }
 
-/// A 16×8 product in TF32 of an 8-deep inner dimension whose elements have `noise` in the 13 bits
-/// that TF32 has not.
+/// A 16×8 product in TF32 with an inner dimension of 8, whose elements have `noise` in the 13 bits
+/// that TF32 drops.
 fn product_tf32(noise: u32, swap: bool) -> [[f32; 8]; 16] {
     let noisy = |x: f32| x.to_bits() | noise;
     let results = lanes(|lane| {
@@ -191,7 +191,7 @@ fn fma_rounds_once_and_flushes() {
     let mut next = || {
         state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
         let bits = (state >> 32) as u32;
-        // Exponents near each other, where cancellation and double rounding happen.
+        // Exponents close to each other, with cancellation and double rounding.
         f32::from_bits(bits & 0x807f_ffff | (120 + (bits >> 23) % 16) << 23)
     };
     for _ in 0..1_000_000 {

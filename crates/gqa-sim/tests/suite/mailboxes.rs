@@ -1,5 +1,5 @@
-//! Blocks of a cluster that reduce by storing to each other without waiting, and the faults of
-//! those that break a rule, with every seed.
+//! CTAs of a cluster that reduce by asynchronous stores to each other (DSMEM), and the fault of
+//! each broken rule, with every seed.
 
 use gqa_sim::device::*;
 use gqa_sim::{Arg, Arguments, Fault, FaultKind, Launch, Place, launch};
@@ -7,7 +7,7 @@ use gqa_sim::{Arg, Arguments, Fault, FaultKind, Launch, Place, launch};
 const SEEDS: std::ops::Range<u64> = 0..16;
 const CLUSTER: u32 = 4;
 const THREADS: u32 = 64;
-/// Rounds, each of which sums a word per thread over the cluster in the block whose rank is the
+/// Rounds, each of which sums a word per thread over the cluster, in the CTA whose rank is the
 /// round's number modulo 2.
 const ROUNDS: u32 = 3;
 /// A word for each rank and thread.
@@ -122,7 +122,7 @@ fn reduce(arguments: &Arguments, plant: Plant) {
     for round in 0..ROUNDS {
         let (owner, turn) = (round % 2, round / 2);
         if turn > 0 && plant != NoHandshake {
-            // The owner has read its mail and expects more.
+            // The owner has read its buffer and expects more.
             mbarrier_wait_cluster(base + EMPTY, (turn - 1) % 2);
         }
         send(base, owner, round, plant);
@@ -252,7 +252,7 @@ fn a_receiver_must_not_exit_before_its_mail_has_come() {
         let says = kind.to_string();
         let exits = says.contains("nobody has waited") || says.contains("exit");
         let races = matches!(kind, FaultKind::AsyncRace { .. });
-        // It may also go on to the next round, whose mail then comes too early.
+        // It may also continue to the next round, whose stores then come too early.
         assert!(exits || races || says.contains("phase before has completed"), "{kind}");
     }
 }

@@ -1,5 +1,5 @@
-//! What the simulator does for kernels, and the faults that it finds. One program: each of its
-//! modules would else be linked with the whole crate.
+//! Tests of the simulator and of the faults that it finds, in one program: separate programs would
+//! each link the whole crate.
 
 mod clusters;
 mod communication;

@@ -1,5 +1,5 @@
-//! Seeds: the same seed gives the same run, another seed another order, and correct kernels do not
-//! notice.
+//! Seeds: the same seed gives the same run, another seed another order, and correct kernels give
+//! the same results.
 
 use gqa_sim::device::*;
 use gqa_sim::{Arg, Arguments, Fault, Launch, launch};
@@ -16,7 +16,7 @@ fn shape(seed: u64) -> Launch<'static> {
     }
 }
 
-/// Threads in the order in which they get to run, between two barriers.
+/// The order in which threads run, between two barriers.
 fn order(seed: u64) -> Vec<u32> {
     let order = Mutex::new(Vec::new());
     let kernel = |_: &Arguments| {
@@ -41,7 +41,7 @@ fn seed_decides_the_order() {
     }
 }
 
-/// Reverses the block's values through shared memory.
+/// Reverses the CTA's values through shared memory.
 fn reverse(seed: u64, blocks: u32, barrier: bool) -> (Vec<u32>, Result<gqa_sim::Report, Fault>) {
     let mut output = vec![0u32; 128 * blocks as usize];
     let kernel = |arguments: &Arguments| {

@@ -1,4 +1,4 @@
-//! The cache: past rows kept or copied, new rows appended, K normalised and rotated.
+//! The KV cache: past rows are kept or copied, new rows are appended, K is normalised and rotated.
 
 use super::element::Element;
 use super::executor::{Executor, each, threads_for};
@@ -8,7 +8,7 @@ use super::rope::Rope;
 use super::sequence::Sequence;
 use gqa_plan::{CacheBinding, Problem, Quantization, RowLayout};
 
-/// New rows for a cache, and what comes before them.
+/// The new rows of a cache, with QK-norm and RoPE of K.
 pub(super) struct Append<'a, T> {
     pub(super) problem: &'a Problem,
     pub(super) sequences: &'a [Sequence],
@@ -26,7 +26,7 @@ pub(super) struct Append<'a, T> {
 }
 
 impl<T: Element> Append<'_, T> {
-    /// Writes a present tensor; `past` is empty where there is none or where it is shared.
+    /// Writes a present tensor; `past` is empty without a past, or if past and present are one.
     pub(super) fn run(&self, past: &[T], present: &mut [T]) {
         self.update(past, present, self.size, T::ZERO, |place, buffer, row| {
             if self.norm.is_none() && self.rope.is_none() {
@@ -47,8 +47,8 @@ impl<T: Element> Append<'_, T> {
         });
     }
 
-    /// The same of one whose rows have scales of their own: past and present are one, or there is
-    /// no past.
+    /// Writes a present tensor with per-token scales. Past and present are one, or there is no
+    /// past.
     pub(super) fn run_with_scales(
         &self,
         how: Quantization,
@@ -75,8 +75,8 @@ impl<T: Element> Append<'_, T> {
         });
     }
 
-    /// Writes a present tensor whose rows have `size` elements: `new` writes the new row of a batch
-    /// entry, a KV head and a number, and has room for its values.
+    /// Writes a present tensor with rows of `size` elements: `new` writes the new row of a batch
+    /// entry, a KV head and a row index, and gets a buffer for its values.
     fn update<C: Copy + Send + Sync>(
         &self,
         past: &[C],

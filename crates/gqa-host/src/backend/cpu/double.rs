@@ -1,5 +1,5 @@
-//! ONNX Attention in double precision: for float64, and where values are of another type than
-//! queries. Rows in parallel, each with all its scores in memory.
+//! ONNX Attention in double precision: for float64, and where values have another type than
+//! queries. Rows run in parallel, each with all its scores in memory.
 
 use super::executor::{Executor, each, threads_for};
 use super::sequence::Sequence;
@@ -10,7 +10,7 @@ use gqa_plan::{Problem, QkOutput, RowLayout};
 use gqa_tensor::{Result, TensorView, TensorViewMut};
 use half::{bf16, f16};
 
-/// Computes a call without rotation, sinks and log-sum-exp, which ONNX Attention does not have.
+/// Computes a call without RoPE, sinks and log-sum-exp, which ONNX Attention does not have.
 pub(super) fn run(p: &Problem, io: &mut IoViews<'_>, executor: &dyn Executor) -> Result<()> {
     let sequences = sequences(p, io)?;
     let (key, value) = (io.need(TensorId::Key)?, io.need(TensorId::Value)?);
@@ -117,7 +117,7 @@ impl Call<'_> {
         self.p.scale * query.iter().zip(key).map(|(q, k)| q * k).sum::<f64>()
     }
 
-    /// Adds the bias; what is not seen becomes -inf.
+    /// Adds the bias; masked scores become -inf.
     fn hide(&self, b: usize, n: usize, s: usize, scores: &mut [f64]) {
         let seen = self.sequences[b].visible(self.p, s);
         for (j, score) in scores.iter_mut().enumerate() {

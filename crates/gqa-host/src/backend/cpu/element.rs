@@ -5,7 +5,7 @@ use gqa_tensor::{Error, Result, TensorView, TensorViewMut};
 use half::{bf16, f16};
 use std::iter;
 
-/// A type that query, key, value and output can have; everything is computed in `f32`.
+/// A type of query, key, value and output; computation is in `f32`.
 pub(super) trait Element: CacheElement + Copy + Send + Sync + 'static {
     /// 0
     const ZERO: Self;
@@ -13,10 +13,10 @@ pub(super) trait Element: CacheElement + Copy + Send + Sync + 'static {
     /// The elements of a tensor of this type.
     fn elements(tensor: TensorView<'_>) -> Option<&[Self]>;
 
-    /// The elements of a tensor of this type, to be written.
+    /// The elements of an output tensor of this type.
     fn elements_mut(tensor: TensorViewMut<'_>) -> Option<&mut [Self]>;
 
-    /// Exact, of each pair of rows the first into the second.
+    /// For each pair of rows, widens the first into the second, exactly.
     fn widen_rows<'a>(rows: impl Iterator<Item = (&'a [Self], &'a mut [f32])>);
 
     /// The same of one row.
@@ -24,13 +24,13 @@ pub(super) trait Element: CacheElement + Copy + Send + Sync + 'static {
         Self::widen_rows(iter::once((from, to)));
     }
 
-    /// Keys and values of a tile that are of this type.
+    /// Keys and values of a tile, of this type.
     fn stored(rows: [StoredRows<'_, Self>; 2]) -> StoredTile<'_>;
 
     /// Rounds to nearest.
     fn narrow(from: &[f32], to: &mut [Self]);
 
-    /// `from` in `f32`: itself, or a copy in `buffer`.
+    /// `from` as `f32`: itself, or converted into `buffer`.
     fn in_f32<'a>(from: &'a [Self], buffer: &'a mut [f32]) -> &'a [f32] {
         let buffer = &mut buffer[..from.len()];
         Self::widen(from, buffer);
@@ -104,7 +104,7 @@ pub(super) fn elements<'a, T: Element>(
     T::elements(tensor).ok_or_else(|| foreign(name, tensor))
 }
 
-/// The elements of the call's tensor `name`, to be written.
+/// The elements of the output tensor `name`.
 pub(super) fn elements_mut<'a, T: Element>(
     name: &'static str,
     tensor: TensorViewMut<'a>,

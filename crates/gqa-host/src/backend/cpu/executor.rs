@@ -3,7 +3,7 @@
 use super::parallel_for::parallel_for;
 use std::sync::{Mutex, PoisonError};
 
-/// Threads that compute the parts of a call: rayon's, or those of a program that has its own.
+/// Threads that compute the parts of a call: rayon's, or a program's own.
 ///
 /// ```
 /// use gqa_host::backend::cpu::Executor;
@@ -18,17 +18,17 @@ use std::sync::{Mutex, PoisonError};
 /// }
 /// ```
 pub trait Executor: Sync {
-    /// Calls `part` once with each number below `count`, in any order and on any threads, and
-    /// returns when all of these calls have. What a part that is not called would have written
-    /// stays as it was; a part that is called again, or is not there, changes nothing.
+    /// Calls `part` once with each index below `count`, in any order and on any threads, and
+    /// returns when all calls have returned. Output of a part that is not called stays unwritten;
+    /// calling a part again, or with an index out of range, has no effect.
     fn for_each(&self, count: usize, part: &(dyn Fn(usize) + Sync));
 }
 
-/// The thread that calls, and the pool of rayon's from which it does; its global one for calls from
-/// other threads. No more threads compute than the pool has.
+/// The calling thread and its rayon pool, which is the global one for threads outside of any pool.
+/// No more threads compute than the pool has.
 ///
-/// A process that was forked after its parent had computed has none of these threads: its calls
-/// share a pool of the same size, which the first of them makes.
+/// A process forked after its parent had computed has no pool threads: its calls share a new pool
+/// of the same size, which the first call makes.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Rayon;
 
@@ -47,10 +47,10 @@ impl Executor for Here {
     }
 }
 
-/// Where threads take longer to wake than to compute: so many multiplications, or bytes to copy.
+/// Below this many multiplications, or bytes to copy, threads take longer to wake than to compute.
 const SMALL: usize = 1 << 17;
 
-/// The threads for a loop of so many multiplications, or bytes to copy.
+/// The executor for a loop with this many multiplications, or bytes to copy.
 pub(super) fn threads_for(work: usize, executor: &dyn Executor) -> &dyn Executor {
     if work < SMALL { &Here } else { executor }
 }

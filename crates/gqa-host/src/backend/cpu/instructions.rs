@@ -3,8 +3,8 @@
 use gqa_tensor::{Error, Result};
 use std::fmt;
 
-/// Instructions of attention, which this processor has: vectors, and such as multiply bfloat16.
-/// Conversions between types of numbers take the widest whatever these are.
+/// The instructions of attention: vectors, and matrix instructions for bfloat16. Type conversions
+/// always use the widest instructions.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Instructions(pub(super) gqa_cpu::Instructions);
 
@@ -12,16 +12,16 @@ impl Instructions {
     /// Names the variable that [`Instructions::from_env`] reads.
     pub const VARIABLE: &str = gqa_plan::plan::environment::CPU;
 
-    /// All that this processor has, the widest first, and `scalar`, which is none of them.
+    /// All instruction sets that this processor has, the widest first, down to `scalar`.
     pub fn all() -> Vec<Self> {
         gqa_cpu::Instructions::all().into_iter().map(Self).collect()
     }
 
-    /// Those that the environment names; else the widest.
+    /// The instruction set named by the environment; by default the widest.
     ///
     /// # Errors
     ///
-    /// Where `GQA_CPU_INSTRUCTIONS` names what this processor does not have.
+    /// Where this processor lacks the one that `GQA_CPU_INSTRUCTIONS` names.
     pub fn from_env() -> Result<Self> {
         match std::env::var_os(Self::VARIABLE) {
             Some(name) => Self::named(&name.to_string_lossy()),
@@ -29,11 +29,11 @@ impl Instructions {
         }
     }
 
-    /// Those of that name.
+    /// The instruction set of that name.
     ///
     /// # Errors
     ///
-    /// Where this processor does not have them.
+    /// Where this processor lacks it.
     pub fn named(name: &str) -> Result<Self> {
         let all = Self::all();
         all.iter().find(|one| one.name() == name).copied().ok_or_else(|| {

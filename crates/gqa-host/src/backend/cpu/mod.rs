@@ -1,11 +1,11 @@
-//! The CPU: attention by tiles with online softmax, in `f32`, on all cores and with the widest
-//! vectors there are.
+//! The CPU back end: tiled attention with online softmax, in `f32`, on all cores, with the widest
+//! vectors.
 //!
 //! A task is up to 512 query rows of one KV head: the query heads of a group count as rows, so that
-//! keys and values are read once for all of them. Where a task has few rows its keys are cut into
-//! parts that run in parallel. What computes a part is in [`gqa_cpu`]. A task's memory is its rows
-//! and one tile of keys and values; no score matrix exists. How the work is cut depends on the
-//! problem only, so results do not depend on the number of cores.
+//! keys and values are read once for all of them. The keys of a task with few rows are split into
+//! parts that run in parallel. [`gqa_cpu`] has the inner loops. A task needs memory for its rows
+//! and one tile of keys and values, but for no score matrix. The split depends on the problem only,
+//! so that results do not depend on the number of cores.
 
 mod append;
 mod double;
@@ -63,7 +63,7 @@ impl Backend for Cpu {
 }
 
 impl Cpu {
-    /// Computes with those instructions; [`Cpu::default`] with the widest.
+    /// Uses these instructions; [`Cpu::default`] uses the widest.
     pub fn new(instructions: Instructions) -> Self {
         Self { instructions }
     }
@@ -130,7 +130,7 @@ impl Cpu {
     }
 }
 
-/// What computes a call: instructions and threads.
+/// The instructions and threads of a call.
 #[derive(Clone, Copy)]
 struct Run<'e> {
     instructions: Instructions,
@@ -146,7 +146,7 @@ impl Run<'_> {
         }
     }
 
-    /// The same where the output is a number itself.
+    /// As [`checked`](Self::checked), for calls without quantized output.
     fn compute(&self, problem: &Problem, io: &mut IoViews<'_>) -> Result<()> {
         if problem.is_empty() {
             return Ok(());
@@ -186,7 +186,7 @@ impl Run<'_> {
         }
     }
 
-    /// Attention over the present cache, which may consist of blocks, with output of type `O`.
+    /// Attention over the present cache, contiguous or paged, with output of type `O`.
     fn attend<T: Element, O: Element>(
         &self,
         p: &Problem,
@@ -242,7 +242,7 @@ impl Run<'_> {
         let heads = p.q_heads;
         let output = elements_mut::<T>("output", io.output.reborrow())?;
         let executor = threads_for(output.len(), self.executor);
-        // Rows lie in the output as they do in the query.
+        // Output has the layout of the query.
         let rows = output.chunks_mut(ROWS * p.head_size).enumerate();
         each(executor, rows, |(i, rows)| {
             let mut buffer = vec![0.0; p.head_size];
@@ -328,7 +328,7 @@ fn sequences(p: &Problem, io: &IoViews<'_>) -> Result<Vec<Sequence>> {
     Ok(last.iter().enumerate().map(|(b, &last)| Sequence::new(p, b, last)).collect())
 }
 
-/// The rotary embedding, where the call has one.
+/// RoPE, if the call has it.
 fn rope<T: Element>(p: &Problem, sequences: &[Sequence], io: &IoViews<'_>) -> Result<Option<Rope>> {
     let (Some(rotary), Some(cos), Some(sin)) =
         (p.rotary, io.input(TensorId::CosCache), io.input(TensorId::SinCache))
@@ -343,7 +343,7 @@ fn rope<T: Element>(p: &Problem, sequences: &[Sequence], io: &IoViews<'_>) -> Re
     Ok(Some(Rope::new(p, rotary, sequences, tables, position_ids)))
 }
 
-/// A normalisation by that weight, where the call has one.
+/// RMS normalisation with that weight, if the call has it.
 fn norm<'a, T: Element>(
     p: &Problem,
     name: &'static str,
@@ -353,7 +353,7 @@ fn norm<'a, T: Element>(
     Ok(Some(Norm { epsilon, weight: elements(name, weight)? }))
 }
 
-/// The elements of a tensor that a call may lack.
+/// The elements of an optional tensor.
 fn all<'a, T: Element>(name: &'static str, tensor: Option<TensorView<'a>>) -> Result<&'a [T]> {
     tensor.map_or(Ok(&[]), |tensor| elements(name, tensor))
 }

@@ -1,5 +1,5 @@
-//! Calls whose cache consists of blocks: new rows go to their places, then every token attends to
-//! its sequence's blocks where they are.
+//! Calls over a paged KV cache: new rows are written to their blocks, then every token attends to
+//! its sequence's blocks in place.
 
 use super::element::{Element, foreign};
 use super::sequence::Sequence;
@@ -11,27 +11,27 @@ use gqa_tensor::{DType, Result, Tensor, TensorView};
 use half::{bf16, f16};
 use ndarray::Array1;
 
-/// Where rows of sequences are in a paged KV cache.
+/// The block table of a paged KV cache.
 #[derive(Clone, Copy)]
 pub(super) struct Blocks<'a> {
     pages: Pages,
     /// block_table
     table: &'a [i32],
     kv_heads: usize,
-    /// Whether a row that some token sees is in no block of the cache.
+    /// Whether a visible row of the sequence is in no block of the cache.
     pub(super) has_gaps: bool,
 }
 
 impl Blocks<'_> {
-    /// The row of the cache, through all blocks, that has a row of sequence `b`; none where the
-    /// table leads outside of the cache.
+    /// The cache row, counted through all blocks, of a row of sequence `b`; `None` for a table
+    /// entry outside of the cache.
     pub(super) fn place(&self, b: usize, row: usize) -> Option<usize> {
         let Pages { per_sequence, block_size, blocks, .. } = self.pages;
         let block = usize::try_from(self.table[b * per_sequence + row / block_size]).ok()?;
         (block < blocks).then(|| block * block_size + row % block_size)
     }
 
-    /// Where a KV head's row of `size` elements starts.
+    /// The offset of a KV head's row of `size` elements.
     pub(super) fn start(&self, [b, head, row]: [usize; 3], size: usize) -> Option<usize> {
         self.place(b, row).map(|place| (place * self.kv_heads + head) * size)
     }
@@ -46,7 +46,7 @@ impl Blocks<'_> {
         self.start(place, size).map(|start| &elements[start..][..size])
     }
 
-    /// Whether these sequences have a row that some token sees and that is in no block.
+    /// Whether any of these sequences has a visible row that is in no block.
     fn have_gaps(&self, p: &Problem, sequences: &[Sequence]) -> bool {
         sequences.iter().enumerate().any(|(b, sequence)| {
             let past = sequence.position.max(0) as usize;
@@ -58,7 +58,7 @@ impl Blocks<'_> {
 }
 
 impl Run<'_> {
-    /// Computes a call whose cache consists of blocks.
+    /// Computes a call over a paged KV cache.
     pub(super) fn paged(&self, p: &Problem, pages: Pages, io: &mut IoViews<'_>) -> Result<()> {
         let table = integers(io, TensorId::BlockTable)?;
         let sequences = sequences(p, io)?;
@@ -66,7 +66,7 @@ impl Run<'_> {
         let has_gaps = blocks.have_gaps(p, &sequences);
         let call =
             PagedCall { run: self, problem: p, sequences, blocks: Blocks { has_gaps, ..blocks } };
-        // Who shares a block sees what all others have written.
+        // Blocks may be shared among sequences, so that all rows are written before any is read.
         if !p.reads_pages_only() {
             call.append(io)?;
         }
@@ -93,8 +93,8 @@ impl PagedCall<'_> {
         self.run.attend::<T, T>(self.problem, &self.sequences, rope.as_ref(), blocks, io)
     }
 
-    /// Writes all tokens' keys, normalised and rotated, and values, which are those of one prompt
-    /// with these positions. Where none has a place, the cache is only read.
+    /// Writes the keys, normalised and rotated, and values of all tokens, as one prefill with
+    /// explicit positions. Does nothing if no token has a cache row.
     fn append(&self, io: &mut IoViews<'_>) -> Result<()> {
         let (p, places) = (self.problem, self.places(io)?);
         if places.iter().all(Option::is_none) {
@@ -150,7 +150,7 @@ impl PagedCall<'_> {
         Ok(())
     }
 
-    /// The row of the cache, through all blocks, that takes each token's, if any does.
+    /// The cache row of each token, counted through all blocks; `None` if it is not written.
     fn places(&self, io: &IoViews<'_>) -> Result<Vec<Option<usize>>> {
         if io.input(TensorId::SlotMapping).is_some() {
             let slots = integers(io, TensorId::SlotMapping)?;
@@ -163,7 +163,7 @@ impl PagedCall<'_> {
         Ok(places.collect())
     }
 
-    /// Copies rows of tokens, head by head, to their places in the cache.
+    /// Copies rows of tokens, head by head, to their cache rows.
     fn scatter(&self, places: &[Option<usize>], rows: &Tensor, cache: &mut [u8]) {
         let heads = self.problem.kv_heads;
         let size = rows.bytes().len() / heads / places.len();
@@ -177,7 +177,7 @@ impl PagedCall<'_> {
     }
 }
 
-/// The call's sequences, whose tokens lie one behind the other.
+/// The call's sequences, whose tokens are concatenated.
 fn sequences(p: &Problem, io: &IoViews<'_>) -> Result<Vec<Sequence>> {
     let starts = integers(io, TensorId::CumulativeSequenceLength)?;
     let lengths = integers(io, TensorId::SeqlensK)?;

@@ -1,9 +1,9 @@
 //! A parallel loop in which the calling thread takes part.
 //!
-//! A loop of rayon's own is computed by its pool alone. A caller that is not of the pool sleeps
-//! until one of its threads has woken, which wakes the next one, and is woken itself at the end: a
-//! decode step may be shorter than that. Here the caller begins at once, other threads help as soon
-//! as they are awake, and the caller waits only for parts that another thread has begun.
+//! A rayon loop runs on pool threads only. A caller outside of the pool sleeps until the loop is
+//! done, after one pool thread has woken another: that can take longer than a decode step. Here the
+//! caller starts at once, pool threads join as soon as they are awake, and the caller waits only
+//! for parts that another thread has started.
 
 use super::pool::Pool;
 use std::any::Any;
@@ -17,8 +17,8 @@ use std::thread::{self, Thread};
 /// What computes a part.
 type Part<'a> = dyn Fn(usize) + Sync + 'a;
 
-/// Calls `part` once with each number below `count`, by the calling thread and by threads of its
-/// pool: no more than that has.
+/// Calls `part` once with each index below `count`, on the calling thread and threads of its pool,
+/// at most as many as the pool has.
 pub(super) fn parallel_for(count: usize, part: &Part<'_>) {
     let pool = Pool::of_caller();
     let helpers = pool.threads().min(count).saturating_sub(1);
@@ -26,7 +26,7 @@ pub(super) fn parallel_for(count: usize, part: &Part<'_>) {
         return (0..count).for_each(part);
     }
     let shared = Arc::new(Shared {
-        // SAFETY: the same pointer; how long it is good, `Shared` says
+        // SAFETY: the same pointer with another lifetime; `Shared` says how long it is valid
         part: unsafe { mem::transmute::<*const Part<'_>, *const Part<'static>>(part) },
         count,
         next: AtomicUsize::new(0),
@@ -42,8 +42,7 @@ pub(super) fn parallel_for(count: usize, part: &Part<'_>) {
     }
 }
 
-/// A loop that its threads share. A thread that comes late, when the caller has gone on, finds no
-/// part left.
+/// The state of a loop. A thread that arrives after the caller has returned finds no part left.
 struct Shared {
     /// Good as long as a part is unfinished.
     part: *const Part<'static>,
@@ -57,14 +56,14 @@ struct Shared {
     caller: Thread,
 }
 
-// SAFETY: any thread may call the function; all else is of types that threads may share
+// SAFETY: any thread may call the function; all other fields are `Sync`
 unsafe impl Send for Shared {}
 // SAFETY: the same
 unsafe impl Sync for Shared {}
 
 impl Shared {
-    /// Asks for the help of so many threads, unless all parts have begun. To wake a thread takes a
-    /// while: the first one asks half of the others.
+    /// Wakes helper threads, unless all parts have started. Waking takes a while, so that the first
+    /// helper wakes half of the others.
     fn call(self: &Arc<Self>, pool: Pool, helpers: usize) {
         if helpers == 0 || self.next.load(Ordering::Relaxed) >= self.count {
             return;
@@ -90,7 +89,7 @@ impl Shared {
             if let Err(panic) = catch_unwind(AssertUnwindSafe(|| part(i))) {
                 *self.panic.lock().unwrap_or_else(PoisonError::into_inner) = Some(panic);
             }
-            // Whoever sees that a part has ended sees what it has written.
+            // Release: a thread that sees the part ended sees its writes.
             if self.unfinished.fetch_sub(1, Ordering::AcqRel) == 1 {
                 self.caller.unpark();
             }
@@ -99,7 +98,7 @@ impl Shared {
 
     /// Returns when all parts have ended.
     fn wait(&self) {
-        /// About as many turns as a thread takes to wake.
+        /// Spins for about as long as a thread takes to wake.
         const SPINS: usize = 1 << 10;
         let mut turns = 0;
         while self.unfinished.load(Ordering::Acquire) > 0 {
@@ -131,7 +130,7 @@ mod tests {
         calls.into_iter().map(AtomicU8::into_inner).collect()
     }
 
-    /// On rayon's threads, and on one that is none of them.
+    /// On rayon's threads, and on a thread outside of the pool.
     fn everywhere(run: impl Fn() + Sync) {
         for threads in [1, 2, 7] {
             let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build();

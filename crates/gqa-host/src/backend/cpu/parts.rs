@@ -1,4 +1,4 @@
-//! A call's rows as tasks, and their keys as parts, each of which any thread computes.
+//! Splits a call's rows into tasks, and their keys into parts that any thread computes.
 
 use super::element::Element;
 use super::executor::{Executor, threads_for};
@@ -9,8 +9,8 @@ use gqa_cpu::Rows;
 use std::ops::Range;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// Rows of a task: their keys and values are read, and converted, once. Of so many where that
-/// leaves [`MANY_TASKS`], else of half.
+/// The maximum rows of a task, which reads and converts its keys and values once. Halved until the
+/// call has [`MANY_TASKS`] tasks.
 const TASK_ROWS: usize = 512;
 
 /// Tasks that many threads share evenly.
@@ -36,7 +36,7 @@ pub(super) fn run<T: Element, O: Element>(
     });
 }
 
-/// A task whose parts may run at the same time: the last of them to end joins all.
+/// A task whose parts may run concurrently: the last part to end merges all.
 struct Parts<'a, 'r, T, O> {
     task: Task<'a, T>,
     /// The keys of each.
@@ -44,7 +44,7 @@ struct Parts<'a, 'r, T, O> {
     state: Mutex<Unjoined<'r, T, O>>,
 }
 
-/// What the parts have given so far, and what they go to.
+/// The results of the parts so far, and the outputs.
 struct Unjoined<'r, T, O> {
     partials: Vec<Option<Partial>>,
     rows: Option<OutputRows<'r, T, O>>,
@@ -77,8 +77,8 @@ impl<'r, T: Element, O: Element> Parts<'_, 'r, T, O> {
     }
 }
 
-/// The rows in tasks, the last first: they see most keys, and threads that end with short ones end
-/// together.
+/// Tasks in reverse row order: the last rows attend to the most keys, and short tasks at the end
+/// keep threads balanced.
 fn tasks<'a, 'r, T: Element, O>(
     call: &'a Call<'a, T>,
     outputs: &'r mut Outputs<'_, T, O>,
@@ -97,8 +97,8 @@ fn tasks<'a, 'r, T: Element, O>(
                 let task = Task { call, b, rows };
                 let parts = task.parts();
                 let partials = parts.iter().map(|_| None).collect();
-                // SAFETY: no other task has one of these rows, as sequences have none in common,
-                // and outputs are for these tasks only
+                // SAFETY: each task has different rows, since sequences share none, and the outputs
+                // belong to these tasks only
                 let rows = unsafe { outputs.of(sequence, rows) };
                 let state = Mutex::new(Unjoined { partials, rows: Some(rows) });
                 tasks.push(Parts { task, parts, state });

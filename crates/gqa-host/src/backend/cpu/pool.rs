@@ -1,26 +1,26 @@
-//! The threads that help a loop, in a process that was forked, too.
+//! The helper threads of loops, which also work in a forked process.
 //!
-//! A fork has the thread that asked for it and no other. Its copy of a pool has no threads: work
-//! that it is given does not begin, and a lock that one of them held stays locked. So a forked
-//! process leaves pools from before alone, and makes one of its own.
+//! A forked process has only the thread that called `fork`. Its copy of a pool has no threads: work
+//! in it never starts, and a lock that a pool thread held stays locked. So a forked process ignores
+//! inherited pools and makes its own.
 
 use rayon::{ThreadPool, ThreadPoolBuilder};
 use std::cell::Cell;
 use std::ptr;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicUsize, Ordering};
 
-/// Whether pools from before a fork may be around. Until then the pools of rayon's are used that a
-/// program has set up.
+/// Whether this process may have inherited pools. Otherwise rayon's pools are used as the program
+/// has configured them.
 static FORKED: AtomicBool = AtomicBool::new(false);
 
-/// The pool of a process that was forked; null until there is one.
+/// The pool of a forked process; null before the first use.
 static OWN: AtomicPtr<ThreadPool> = AtomicPtr::new(ptr::null_mut());
 
-/// As many threads as that has: those of the largest pool that was asked before the fork.
+/// Its number of threads: that of the largest pool used before the fork.
 static THREADS: AtomicUsize = AtomicUsize::new(0);
 
 thread_local! {
-    /// Whether the thread is older than its process, so that it is of no pool that has threads.
+    /// Whether this thread is older than its process, and so belongs to no working pool.
     static SURVIVED: Cell<bool> = const { Cell::new(false) };
 }
 
@@ -46,7 +46,7 @@ impl Pool {
         }
     }
 
-    /// How many threads it has, the caller among them where it is of the pool.
+    /// The number of threads, including the caller if it belongs to the pool.
     pub(super) fn threads(self) -> usize {
         match self {
             Self::Current => {
@@ -71,18 +71,18 @@ impl Pool {
     }
 }
 
-/// The process's own pool, made where there is none, unless no thread can be started.
+/// The process's own pool, made at the first use; `None` if no thread can be started.
 fn own() -> Option<&'static ThreadPool> {
     let mut pool = OWN.load(Ordering::Acquire);
     if pool.is_null() {
-        // Without a lock, which another thread might hold in the moment of a fork.
+        // Lock-free: another thread might hold a lock at the moment of a fork.
         let made = ThreadPoolBuilder::new().num_threads(THREADS.load(Ordering::Relaxed)).build();
         let made = Box::into_raw(Box::new(made.ok()?));
         let (order, failed) = (Ordering::AcqRel, Ordering::Acquire);
         pool = match OWN.compare_exchange(ptr::null_mut(), made, order, failed) {
             Ok(_) => made,
             Err(other) => {
-                // SAFETY: it comes from the box, and nobody has seen it
+                // SAFETY: the pointer comes from the box, and no other thread has seen it
                 drop(unsafe { Box::from_raw(made) });
                 other
             }
@@ -92,7 +92,7 @@ fn own() -> Option<&'static ThreadPool> {
     Some(unsafe { &*pool })
 }
 
-/// Lets forks from now on be known. Once is enough; more often changes nothing.
+/// Registers the fork handler. Calling this again has no effect.
 fn watch_forks() {
     #[cfg(any(target_os = "linux", target_os = "macos"))]
     {
@@ -103,7 +103,7 @@ fn watch_forks() {
         }
         static WATCHED: AtomicBool = AtomicBool::new(false);
         if !WATCHED.load(Ordering::Acquire) {
-            // SAFETY: a function for the child, which takes no lock and allocates nothing
+            // SAFETY: the handler takes no lock and allocates no memory
             let failed = unsafe { libc::pthread_atfork(None, None, Some(forked)) };
             WATCHED.store(failed == 0, Ordering::Release);
         }

@@ -1,4 +1,4 @@
-//! Rows of a quantized cache: quantization and dequantization.
+//! Quantization and dequantization of cache rows.
 
 use gqa_cpu::{CacheElement, Starts, StoredRows, StoredTile};
 use gqa_kernels::num::{Code, Float8, Int4, Int8, magnitude};
@@ -11,11 +11,11 @@ use std::iter;
 #[derive(Clone, Copy)]
 pub(super) struct Codes<'a> {
     how: Quantization,
-    /// One, one for each KV head, those of each KV head's elements, or those of the cache's rows.
+    /// The scales: one, one per KV head, one per channel, or one per cache row.
     scales: &'a [f32],
 }
 
-/// k_scale and v_scale, of the inputs or of the cache.
+/// k_scale and v_scale, from the inputs or from the cache.
 pub(super) fn given_scales<'a>(
     inputs: &Tensors<TensorView<'a>>,
     row_scales: &'a Option<[CacheView<'a>; 2]>,
@@ -27,7 +27,7 @@ pub(super) fn given_scales<'a>(
 }
 
 impl<'a> Codes<'a> {
-    /// How keys and values are quantized, where the cache is; `scales` are theirs.
+    /// The quantization of keys and values, if the cache is quantized, with its `scales`.
     pub(super) fn of(
         p: &Problem,
         scales: [Option<TensorView<'a>>; 2],
@@ -64,12 +64,12 @@ impl<'a> Codes<'a> {
         match self.scales_of(head, row.len()) {
             Some([scale]) => encode(self.how.format, row, |_| *scale, to),
             Some(scales) => encode(self.how.format, row, |i| scales[i], to),
-            None => unreachable!("a row's own scale is computed with its quantized values"),
+            None => unreachable!("per-token scales are computed with the quantized values"),
         }
     }
 
-    /// The numbers of rows of `size` quantized values of a KV head: of each the second's into the
-    /// third. The first is the row's number in the cache.
+    /// Dequantizes rows of `size` values of a KV head: for each (row of the cache, source,
+    /// destination).
     pub(super) fn decode<'r>(
         self,
         head: usize,
@@ -85,7 +85,7 @@ impl<'a> Codes<'a> {
         self.widen(scales, rows.map(|(_, codes, to)| (codes, to)));
     }
 
-    /// The numbers of rows of quantized values, times such scales.
+    /// Dequantizes rows with these scales.
     fn widen<'r>(self, scales: &[f32], rows: impl Iterator<Item = (&'r [u8], &'r mut [f32])>) {
         match self.how.format {
             QuantFormat::Int8 => widen::<gqa_cpu::Int8>(scales, rows),
@@ -94,7 +94,8 @@ impl<'a> Codes<'a> {
         }
     }
 
-    /// What `bytes` of keys and of values hold: rows of these sizes that start at these elements.
+    /// The quantized rows of keys and of values in `bytes`: their sizes, and the offsets of their
+    /// first elements.
     pub(super) fn stored<'r>(
         self,
         bytes: [&'r [u8]; 2],
@@ -108,7 +109,7 @@ impl<'a> Codes<'a> {
         }
     }
 
-    /// The scale of each element of a KV head, or of all; none where each row has its own.
+    /// The scale of each element of a KV head, or of all; `None` for per-token scales.
     pub(super) fn scales_of(self, head: usize, size: usize) -> Option<&'a [f32]> {
         match self.how.scales {
             Scales::PerTensor => Some(&self.scales[..1]),
@@ -118,7 +119,7 @@ impl<'a> Codes<'a> {
         }
     }
 
-    /// The scales of rows of those numbers in the cache; whether each row has its own.
+    /// The scales of these cache rows. Returns whether the cache has per-token scales.
     pub(super) fn scales_of_rows(
         self,
         numbers: impl Iterator<Item = usize>,
@@ -132,7 +133,7 @@ impl<'a> Codes<'a> {
     }
 }
 
-/// The quantized values of a row whose largest number has the largest one, and their scale.
+/// Quantizes a row with per-token scale; returns the scale.
 pub(super) fn encode_by_itself(format: QuantFormat, row: &[f32], to: &mut [u8]) -> f32 {
     let largest = row.iter().map(|&x| magnitude(x)).max().unwrap_or(0);
     let scale = match format {
@@ -173,7 +174,7 @@ fn rows<'r, E: CacheElement>(
     [StoredRows::new(key, keys, key_size), StoredRows::new(value, values, value_size)]
 }
 
-/// The numbers of rows of quantized values, times their scales.
+/// Dequantizes rows with their scales.
 fn widen<'r, E: CacheElement>(
     scales: &[f32],
     rows: impl Iterator<Item = (&'r [u8], &'r mut [f32])>,

@@ -1,4 +1,4 @@
-//! Output in float8e4m3fn times a scale: computed in float32 and rounded then.
+//! Output in float8e4m3fn with a scale: computed in float32, then quantized.
 
 use super::Run;
 use super::element::elements;

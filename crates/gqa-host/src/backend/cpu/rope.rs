@@ -4,20 +4,20 @@ use super::element::Element;
 use super::sequence::Sequence;
 use gqa_plan::{Problem, Rotary};
 
-/// The angles of a call's tokens, in `f32`: many heads are rotated by each.
+/// The RoPE angles of a call's tokens, in `f32`: all heads share them.
 pub(super) struct Rope {
     rotary: Rotary,
     /// (rows of all sequences, half of the rotated elements)
     cos: Vec<f32>,
     sin: Vec<f32>,
-    /// Whether a row of these has angles. Only padding stands outside the tables.
+    /// Whether the row has angles. Only padding may have positions outside of the tables.
     inside: Vec<bool>,
     /// The first row of each sequence.
     first: Vec<usize>,
 }
 
 impl Rope {
-    /// Those of the sequences' rows in the tables `cos` and `sin`.
+    /// The angles of the sequences' rows, from the tables `cos` and `sin`.
     pub(super) fn new<T: Element>(
         p: &Problem,
         rotary: Rotary,
@@ -56,7 +56,7 @@ impl Rope {
         rope
     }
 
-    /// Rotates row `s` of a sequence; the result is not rounded. Padding stays as it is.
+    /// Rotates row `s` of a sequence, without rounding. Padding stays unrotated.
     pub(super) fn rotate(&self, sequence: usize, s: usize, row: &mut [f32]) {
         let (half, place) = (self.rotary.dim / 2, self.first[sequence] + s);
         let end = self.first.get(sequence + 1).copied().unwrap_or(self.inside.len());

@@ -1,4 +1,4 @@
-//! Query rows, and what is written for them by several threads at the same time.
+//! Query rows and their outputs, which several threads write concurrently.
 
 use super::sequence::Sequence;
 use gqa_plan::{Layout, Problem};
@@ -12,20 +12,20 @@ pub(super) struct QueryRows {
     pub(super) head: usize,
     /// Query heads of a KV head.
     pub(super) group: usize,
-    /// The first of the rows, counted from that of the sequence's first token.
+    /// The first row, relative to the sequence's first token.
     pub(super) first: usize,
     pub(super) count: usize,
 }
 
 impl QueryRows {
-    /// Token and query head of row number `row` of these.
+    /// Token and query head of row `row`.
     pub(super) fn place(&self, row: usize) -> (usize, usize) {
         let row = self.first + row;
         (row / self.group, self.head * self.group + row % self.group)
     }
 }
 
-/// What a call writes: output of type `O`, scores of type `T`.
+/// The outputs of a call: output of type `O`, scores of type `T`.
 pub(super) struct Outputs<'a, T, O> {
     layout: Layout,
     heads: usize,
@@ -55,20 +55,20 @@ impl<'a, T, O> Outputs<'a, T, O> {
         }
     }
 
-    /// What is written for some rows of a sequence.
+    /// The outputs of some rows of a sequence.
     ///
     /// # Safety
     ///
-    /// No other that is used meanwhile has one of these rows.
+    /// No other value in use has any of these rows.
     pub(super) unsafe fn of(&self, sequence: &Sequence, rows: QueryRows) -> OutputRows<'_, T, O> {
         OutputRows { outputs: self, first: sequence.first, rows }
     }
 }
 
-/// What is written for some rows, by whoever has it.
+/// The outputs of some rows, which this value alone may write.
 pub(super) struct OutputRows<'o, T, O> {
     outputs: &'o Outputs<'o, T, O>,
-    /// Where the sequence begins: a batch entry, and a token of it.
+    /// The start of the sequence: a batch entry, and a token of it.
     first: [usize; 2],
     rows: QueryRows,
 }
@@ -93,7 +93,7 @@ impl<T, O> OutputRows<'_, T, O> {
             Layout::Bsnh => (b * outputs.tokens + token) * outputs.heads + head,
             Layout::Bnsh => by_head,
         };
-        // SAFETY: no other has these rows, and this one lends them one by one
+        // SAFETY: no other value has these rows, and this one lends them one by one
         unsafe {
             OutputRow {
                 output: outputs.output.row(place),
@@ -104,7 +104,7 @@ impl<T, O> OutputRows<'_, T, O> {
     }
 }
 
-/// Rows of a tensor, each of which another thread may write.
+/// Rows of a tensor that different threads write.
 struct TensorRows<'a, T> {
     first: *mut T,
     count: usize,
@@ -113,9 +113,9 @@ struct TensorRows<'a, T> {
     tensor: PhantomData<&'a mut [T]>,
 }
 
-// SAFETY: it is a tensor that may be written, of elements that threads may be given
+// SAFETY: the tensor is mutably borrowed, and its elements are `Send`
 unsafe impl<T: Send> Send for TensorRows<'_, T> {}
-// SAFETY: a row is lent to one thread at a time only, as `row` wants it
+// SAFETY: `row` requires that each row is lent to one thread at a time
 unsafe impl<T: Send> Sync for TensorRows<'_, T> {}
 
 impl<'a, T> TensorRows<'a, T> {
@@ -126,11 +126,11 @@ impl<'a, T> TensorRows<'a, T> {
 
     /// # Safety
     ///
-    /// Nobody else has that row meanwhile.
+    /// No other borrow of the row exists.
     #[expect(clippy::mut_from_ref, reason = "of another row each time, as the caller says")]
     unsafe fn row(&self, row: usize) -> &mut [T] {
         assert!(row < self.count, "a row of the tensor");
-        // SAFETY: the tensor has that row, and as the caller says
+        // SAFETY: the assertion bounds the row, and the caller has it exclusively
         unsafe { slice::from_raw_parts_mut(self.first.add(row * self.size), self.size) }
     }
 }

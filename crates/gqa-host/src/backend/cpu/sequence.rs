@@ -1,12 +1,12 @@
-//! Where a call's rows stand in their sequences.
+//! Positions of a call's rows in their sequences.
 
 use gqa_plan::{Alignment, Phase, Problem};
 use std::ops::Range;
 
-/// Rows of one batch entry, or of one sequence of those that lie one behind the other.
+/// The rows of a batch entry, or of one of several concatenated sequences.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Sequence {
-    /// Where its query rows begin: a batch entry of query, and a row of that.
+    /// The first query row: a batch entry of query, and a row of that.
     pub(super) first: [usize; 2],
     /// Query rows.
     pub(super) rows: usize,
@@ -17,7 +17,7 @@ pub(super) struct Sequence {
 }
 
 impl Sequence {
-    /// Of batch entry `b`, from its seqlens_k. Never more than the cache holds.
+    /// From seqlens_k of batch entry `b`. At most the capacity of the cache.
     pub(super) fn new(p: &Problem, b: usize, last: i32) -> Self {
         let total = usize::try_from(i64::from(last) + 1).unwrap_or(0).min(p.capacity);
         let position = match (p.alignment, p.phase) {
@@ -28,18 +28,18 @@ impl Sequence {
         Self { first: [b, 0], rows: p.q_len, position, total }
     }
 
-    /// Where its query rows end: a batch entry, and the row of that behind the last.
+    /// The end of the query rows: a batch entry, and the row after the last.
     pub(super) fn end(self) -> [usize; 2] {
         let [b, first] = self.first;
         [b, first + self.rows]
     }
 
-    /// Rows of the cache that this call does not append.
+    /// Cache rows that precede this call.
     pub(super) fn kept(self, p: &Problem) -> usize {
         if p.new_len == 0 { self.total } else { self.position.max(0) as usize }
     }
 
-    /// Keys that query row `s` sees; one of a tree that stands before key 0 sees none.
+    /// Keys that query row `s` attends to; a row before key 0 attends to none.
     pub(super) fn visible(self, p: &Problem, s: usize) -> Range<usize> {
         let (position, total) = (self.position + s as i64, self.total as i64);
         let is_padding = p.alignment == Alignment::Phase && position >= total;

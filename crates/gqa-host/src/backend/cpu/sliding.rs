@@ -1,4 +1,5 @@
-//! Calls over a rolling KV cache: rows move, and the call is counted from the cache's first row.
+//! Calls over a rolling KV cache: rows move, and an inner call is counted from the cache's first
+//! row.
 
 use super::Run;
 use super::element::foreign;
@@ -31,7 +32,7 @@ impl Run<'_> {
     }
 }
 
-/// A call, and the same counted from the cache's first row.
+/// A call, and its inner call, counted from the cache's first row.
 struct SlidingCall<'a> {
     problem: &'a Problem,
     inner: Problem,
@@ -40,7 +41,7 @@ struct SlidingCall<'a> {
 }
 
 impl SlidingCall<'_> {
-    /// Moves what stays besides a token's row, if there is one, to the front.
+    /// Moves the surviving rows to the front, to make room for the new row, if there is one.
     fn make_room(&self, executor: &dyn Executor, io: &mut IoViews<'_>) -> Result<()> {
         let new = self.problem.q_len;
         let kept = |slide: &Slide| (slide.after as usize).saturating_sub(new);
@@ -59,7 +60,7 @@ impl SlidingCall<'_> {
         Ok(())
     }
 
-    /// Several new rows join the past in a cache of their own, of which the last rows stay.
+    /// Several new rows join the past in a temporary cache, whose last rows survive.
     fn run_staged(&self, run: &Run<'_>, io: &mut IoViews<'_>) -> Result<()> {
         let p = &self.inner;
         let (keys, values) = (p.key_cache_shape(p.capacity), p.value_cache_shape(p.capacity));
@@ -84,7 +85,7 @@ impl SlidingCall<'_> {
         Ok(())
     }
 
-    /// Computes the call counted from the cache, with `joined` as present, or with the caller's.
+    /// Computes the inner call, with `joined` as present, or with the caller's present.
     fn run_inner(
         &self,
         run: &Run<'_>,
@@ -130,7 +131,7 @@ impl SlidingCall<'_> {
         run.compute(&self.inner, &mut inner)
     }
 
-    /// Rows that attention finds in the cache it reads.
+    /// Rows in the cache that attention reads.
     fn attended(&self, slide: &Slide) -> u32 {
         if self.problem.is_staged() { slide.joined } else { slide.after }
     }
@@ -149,7 +150,7 @@ impl SlidingCall<'_> {
         positions.into()
     }
 
-    /// The columns of attention_bias that are rows of the cache.
+    /// The columns of attention_bias for rows in the cache.
     fn bias(&self, bias: Option<TensorView<'_>>) -> Result<Option<Tensor>> {
         let (p, size) = (self.problem, self.problem.dtype.size());
         let (Some(bias), Some(given), Some([batch, heads, rows, columns])) =
@@ -171,8 +172,8 @@ impl SlidingCall<'_> {
         Ok(Some(slid))
     }
 
-    /// Moves the rows that stay to the front of `to`, from `from` or within it, and clears what is
-    /// behind them unless past and present are one.
+    /// Moves the surviving rows to the front of `to`, from `from` or within `to`, and clears the
+    /// rest unless past and present are one.
     fn keep(
         &self,
         executor: &dyn Executor,

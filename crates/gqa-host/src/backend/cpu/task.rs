@@ -1,4 +1,4 @@
-//! One KV head's query rows, from their keys to their outputs.
+//! Attention of one KV head's query rows: from keys to outputs.
 
 use super::element::{Element, elements};
 use super::instructions::Instructions;
@@ -14,7 +14,7 @@ use gqa_tensor::{Result, TensorView};
 use std::iter;
 use std::ops::Range;
 
-/// Where a task has at most this many rows, its keys are cut into parts of [`PART_KEYS`].
+/// The keys of a task with at most this many rows are split into parts of [`PART_KEYS`].
 const FEW_ROWS: usize = 32;
 
 /// Keys of a part; a multiple of [`KEYS`].
@@ -69,8 +69,8 @@ impl<'a, T: Element> Bias<'a, T> {
         }
     }
 
-    /// Adds the elements from `start` on. Where they are false or -inf, no score is left, not even
-    /// NaN.
+    /// Adds the bias from element `start` on. Where a mask is false or a bias is -inf, the score
+    /// becomes -inf, even if it was NaN.
     fn add(self, start: usize, scores: &mut [f32]) {
         let mut line = [0.0; KEYS];
         let line = &mut line[..scores.len()];
@@ -94,7 +94,7 @@ impl<'a, T: Element> Bias<'a, T> {
 pub(super) struct Partial {
     /// Of each row.
     softmax: Vec<Softmax>,
-    /// (rows, size of a value in a tile): weighted means of values.
+    /// (rows, padded size of a value): normalised outputs.
     output: Vec<f32>,
 }
 
@@ -113,8 +113,8 @@ impl<T: Element> Task<'_, T> {
         span(&visible)
     }
 
-    /// The keys that some row sees, cut into parts, of which there is always one. Where rows are
-    /// many it has all keys, as looking for those that they see takes a while.
+    /// The visible keys, split into at least one part. With many rows all keys count as visible,
+    /// because finding the range would take too long.
     pub(super) fn parts(&self) -> Vec<Range<usize>> {
         if self.rows.count > FEW_ROWS {
             return iter::once(0..self.keys()).collect();
@@ -205,7 +205,7 @@ impl<T: Element> Task<'_, T> {
         gqa_cpu::scores(instructions.0, self, keys, shown, softmax, &mut write);
     }
 
-    /// Joins the parts of a row and writes its output. `line` is scratch for it.
+    /// Merges the parts of a row and writes its output. `line` is scratch for it.
     fn finish<'p, O: Element>(
         &self,
         row: usize,
@@ -239,7 +239,7 @@ impl<T: Element> Task<'_, T> {
         Softmax { max, sum }
     }
 
-    /// Leaves no score of the keys from `first` on that tree_mask hides.
+    /// Masks the scores of the keys from `first` on that tree_mask hides.
     fn hide_new(&self, row: usize, first: usize, scores: &mut [f32]) {
         let (p, sequence) = (self.call.problem, self.call.sequences[self.b]);
         let [entry, start] = sequence.first;
@@ -252,7 +252,7 @@ impl<T: Element> Task<'_, T> {
         }
     }
 
-    /// The blocks of a call where keys may have none.
+    /// The block table of a call that may have missing blocks.
     fn gaps(&self) -> Option<Blocks<'_>> {
         match self.call.keys {
             Cached::Blocks(blocks, _) | Cached::BlocksOfCodes(blocks, ..) => {
@@ -422,7 +422,7 @@ impl<T: Element> Rows for Task<'_, T> {
     }
 }
 
-/// A row of the cache and where it goes; a row that is in no block leaves zeros.
+/// Pairs of a cache row and its destination; a row in no block becomes zeros.
 fn or_zeros<R>((row, to): (Option<R>, &mut [f32])) -> Option<(R, &mut [f32])> {
     match row {
         Some(row) => Some((row, to)),
@@ -442,8 +442,8 @@ struct CachedRows {
 }
 
 impl<'a, T: Element> Cached<'a, T> {
-    /// Rows of `size` elements in `f32`, each filled up with zeros: the elements themselves, or a
-    /// copy in `buffer`.
+    /// Rows of `size` elements as `f32`, each padded with zeros: the elements themselves, or
+    /// converted into `buffer`.
     fn in_f32(
         self,
         of: &CachedRows,
@@ -489,7 +489,7 @@ impl<'a, T: Element> Cached<'a, T> {
         &buffer[..buffer_size]
     }
 
-    /// The scales of rows; whether each has its own.
+    /// The per-token scales of rows. Returns whether the cache has them.
     fn scales_of_rows(self, of: &CachedRows, p: &Problem, to: &mut [f32]) -> bool {
         match self {
             Self::Codes(codes, _) => {

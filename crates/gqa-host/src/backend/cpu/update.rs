@@ -1,4 +1,4 @@
-//! Rows that go into a cache at a row of each sequence's own, as bytes.
+//! Cache updates: copies rows as bytes, to start rows that differ among sequences.
 
 use super::element::foreign;
 use super::executor::{Executor, each, threads_for};

@@ -14,24 +14,23 @@ pub struct PagedInputs<'a> {
     pub key: Option<&'a Tensor>,
     /// As key
     pub value: Option<&'a Tensor>,
-    /// int32 (B + 1): the first token of each sequence, and num_tokens
+    /// int32 (B + 1): the first token of each sequence, then num_tokens (cu_seqlens)
     pub cumulative_sequence_length: &'a Tensor,
     /// int32 (B): tokens of each sequence before this call
     pub past_seqlens: &'a Tensor,
-    /// int32 (B, blocks of a sequence): which block of the cache holds which rows of the sequence
+    /// int32 (B, blocks of a sequence): the block table
     pub block_table: &'a Tensor,
     /// (max positions, rotary_dim/2)
     pub cos_cache: Option<&'a Tensor>,
     /// As cos_cache
     pub sin_cache: Option<&'a Tensor>,
-    /// int32 (num_tokens): the row of the cache, counted through all blocks, that takes the token's
-    /// key and value, or -1: none does. Absent: the one that block_table gives to the token's
-    /// position
+    /// int32 (num_tokens): the cache row of each token, counted through all blocks, or -1: not
+    /// written. Absent: block_table and the token's position determine it
     pub slot_mapping: Option<&'a Tensor>,
     /// (N)
     pub head_sink: Option<&'a Tensor>,
-    /// (H): each head's rows of query are divided by their root mean square and multiplied by this,
-    /// before they rotate
+    /// (H): QK-norm weight: each head of query is divided by its root mean square and multiplied by
+    /// this, before RoPE
     pub q_norm_weight: Option<&'a Tensor>,
     /// (H): the same of key
     pub k_norm_weight: Option<&'a Tensor>,
@@ -39,8 +38,8 @@ pub struct PagedInputs<'a> {
     pub k_scale: Option<&'a Tensor>,
     /// The same of values
     pub v_scale: Option<&'a Tensor>,
-    /// int32 (2) or (3): as many new tokens, and as many in all, as no sequence exceeds, 0: not
-    /// known; and tokens that one sequence has at least
+    /// int32 (2) or (3): bounds on the new tokens and on the length of a sequence, 0: not known;
+    /// and the least number of tokens of some sequence
     pub attention_metadata: Option<&'a Tensor>,
 }
 
@@ -79,13 +78,13 @@ pub struct PagedCache {
     pub key: Tensor,
     /// Values.
     pub value: Tensor,
-    /// k_scale and v_scale where each row has its own, float32 (num_blocks, block_size, Nk), which
-    /// the inputs of these names are not then.
+    /// Per-token k_scale and v_scale, float32 (num_blocks, block_size, Nk); the inputs of these
+    /// names are then absent.
     pub scales: Option<[Tensor; 2]>,
 }
 
-/// Types and shapes of the inputs, which is all that is known on the host when the data is in a
-/// GPU's memory. Under their names in [`PagedInputs`].
+/// Types and shapes of the inputs, which is all that the host knows of tensors in GPU memory. Names
+/// as in [`PagedInputs`].
 #[derive(Clone, Copy, Debug)]
 pub struct PagedShapes<'a> {
     /// query, or packed QKV

@@ -1,5 +1,4 @@
-//! What PagedAttention's attributes, caches and scales say about quantized values, and whether they
-//! agree.
+//! The quantization of PagedAttention's caches, from attributes, types and scales.
 
 use super::{PagedAttention, PagedShapes};
 use crate::op::QuantType;
@@ -7,7 +6,7 @@ use crate::op::validate::{check_scales, check_types};
 use gqa_plan::{Problem, QuantFormat, Quantization};
 use gqa_tensor::{DType, Error, Result};
 
-/// How the call's caches are quantized, if they are.
+/// The quantization of the call's caches, if any.
 pub(super) fn quantization(
     op: &PagedAttention,
     inputs: &PagedShapes<'_>,
@@ -33,7 +32,7 @@ pub(super) fn quantization(
     Ok(Some(quantized))
 }
 
-/// Errs unless the attribute names what a cache of that type holds.
+/// Checks that the attribute matches the cache's type.
 fn check_name(argument: &'static str, name: &str, cache: &'static str, dtype: DType) -> Result<()> {
     let held = if dtype == DType::U8 { "int4".to_owned() } else { dtype.to_string() };
     if name == held || name.is_empty() && dtype != DType::U8 {

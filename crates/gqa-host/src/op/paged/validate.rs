@@ -1,4 +1,4 @@
-//! From PagedAttention's attributes and inputs to a [`Problem`].
+//! Checks PagedAttention's attributes and inputs, and makes a [`Problem`] of them.
 
 use super::quantization::quantization;
 use super::{PagedAttention, PagedShapes};
@@ -22,11 +22,11 @@ struct Sizes {
 }
 
 impl PagedAttention {
-    /// Checks all that types and shapes show.
+    /// Checks types and shapes, without contents.
     ///
     /// # Errors
     ///
-    /// As [`problem`](Self::problem), but for what only elements tell.
+    /// As [`problem`](Self::problem), except for contents.
     pub fn problem_from_shapes(&self, inputs: &PagedShapes<'_>) -> Result<Problem> {
         self.check_numbers()?;
         let sizes = self.sizes(inputs)?;
@@ -155,7 +155,8 @@ impl PagedAttention {
 impl Sizes {
     /// Errs where rows cannot be counted.
     fn check_rows(&self, pages: Pages, q_len: usize, total_len: usize) -> Result<()> {
-        // Row tiles of all sequences, the last of each only begun.
+        // An upper bound on the row tiles of all sequences: the last tile of each may be partly
+        // filled.
         check_rows("query", &[self.tokens + self.batch, self.heads])?;
         check_rows("query", &[self.batch, self.heads, q_len])?;
         check_rows("block_table", &[self.batch, pages.per_sequence])?;
@@ -166,7 +167,7 @@ impl Sizes {
         Pattern { argument, dtype: self.dtype, why: ", the type of query", dims }.check(got)
     }
 
-    /// The same of a cache, which may hold quantized values.
+    /// A pattern for a cache, which may hold quantized values.
     fn check_cache(
         &self,
         argument: &'static str,
@@ -185,7 +186,7 @@ impl Sizes {
         Pattern { argument, dtype, why, dims: &dims }.check(got)
     }
 
-    /// The cache's blocks and what says whose they are.
+    /// The cache's blocks, and the tensors that assign them.
     fn pages(&self, inputs: &PagedShapes<'_>) -> Result<Pages> {
         // Without tokens nothing is looked up.
         let least = |name| Dim::AtLeast(name, self.tokens.min(1));

@@ -1,4 +1,4 @@
-//! What the inputs' types and shapes say about a call, and whether they agree.
+//! Reads a call's sizes from the inputs' types and shapes, and checks that they agree.
 
 use super::pattern::{Dim, Pattern};
 use super::quantization::check_row_scales;
@@ -16,7 +16,7 @@ pub(super) struct Heads {
     pub(super) kv: usize,
 }
 
-/// What the query's shape fixes; every other input must agree with it.
+/// The properties that the query's shape determines; every other input must agree.
 pub(super) struct Query {
     pub(super) dtype: DType,
     heads: Heads,
@@ -80,7 +80,7 @@ impl Query {
         Ok(Self { dtype, heads, batch, rows, head_size, packed, layout })
     }
 
-    /// Errs unless the input has query's type and these dimensions.
+    /// Checks that the input has query's type and these dimensions.
     fn check(&self, argument: &'static str, got: TensorDesc<'_>, dims: &[Dim]) -> Result<()> {
         Pattern { argument, dtype: self.dtype, why: ", the type of query", dims }.check(got)
     }
@@ -117,7 +117,7 @@ impl Query {
         Ok(rows)
     }
 
-    /// Rows of past_key and past_value, 0 where absent.
+    /// Rows of past_key and past_value; 0 where absent.
     pub(super) fn past_rows(
         &self,
         inputs: &Shapes<'_>,
@@ -154,7 +154,7 @@ impl Query {
         Ok(rows)
     }
 
-    /// Errs unless scales of rows, if the cache has such, lie beside its `rows` rows.
+    /// Checks that per-token scales, if the cache has them, have its shape with `rows` rows.
     pub(super) fn check_row_scales(
         &self,
         inputs: &Shapes<'_>,
@@ -167,7 +167,7 @@ impl Query {
         check_row_scales(quantized, [inputs.k_scale, inputs.v_scale], dims)
     }
 
-    /// One length per batch entry, whichever way the tensor lies.
+    /// One length per batch entry, in any shape.
     pub(super) fn check_seqlens_k(&self, inputs: &Shapes<'_>) -> Result<()> {
         let TensorDesc { dtype, shape: got } = inputs.seqlens_k;
         if dtype != DType::I32 {
@@ -244,7 +244,7 @@ impl Query {
         }))
     }
 
-    /// The normalisation of query and key, where their weights are given.
+    /// QK-norm, where its weights are given.
     pub(super) fn qk_norm(&self, inputs: &Shapes<'_>, epsilon: f32) -> Result<Option<QkNorm>> {
         const NAMES: [&str; 2] = ["q_norm_weight", "k_norm_weight"];
         let weights = both((NAMES[0], inputs.q_norm_weight), (NAMES[1], inputs.k_norm_weight))?;

@@ -49,14 +49,14 @@ pub(in crate::op) struct Pattern<'a> {
     pub(in crate::op) argument: &'static str,
     /// Its element type.
     pub(in crate::op) dtype: DType,
-    /// Where the element type comes from, to be printed behind it.
+    /// The origin of the element type, printed after it.
     pub(in crate::op) why: &'static str,
     /// Its dimensions.
     pub(in crate::op) dims: &'a [Dim],
 }
 
 impl Pattern<'_> {
-    /// Errs unless type, rank and every dimension fit.
+    /// Checks type, rank and every dimension.
     pub(in crate::op) fn check(&self, got: TensorDesc<'_>) -> Result<()> {
         if got.dtype != self.dtype {
             return Err(Error::invalid(

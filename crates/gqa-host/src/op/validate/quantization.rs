@@ -1,4 +1,4 @@
-//! What attributes, cache and scales say about quantized values, and whether they agree.
+//! The quantization of the cache, from attributes, types and scales.
 
 use super::pattern::{Dim, Pattern};
 use crate::op::{GroupQueryAttention, QuantType, Shapes};
@@ -38,7 +38,7 @@ pub(super) fn quantization(
     Ok(Some(Quantization { format: format(inputs.past_key, bits)?, scales }))
 }
 
-/// Errs unless keys and values are quantized alike.
+/// Checks that keys and values have the same quantization.
 pub(in crate::op) fn check_types(k_quant_type: QuantType, v_quant_type: QuantType) -> Result<()> {
     if v_quant_type == k_quant_type {
         return Ok(());
@@ -46,8 +46,8 @@ pub(in crate::op) fn check_types(k_quant_type: QuantType, v_quant_type: QuantTyp
     Err(Error::invalid("v_quant_type", v_quant_type, format!("{k_quant_type}, as k_quant_type")))
 }
 
-/// Errs unless scales of rows can be part of the cache: of one that past and present share, whose
-/// rows stay where they are.
+/// Per-token scales need a cache that past and present share, and whose rows do not move; checks
+/// that.
 fn lie_beside_the_cache(op: &GroupQueryAttention, cache: CacheBinding) -> Result<()> {
     let why = match cache {
         CacheBinding::Shared if op.sliding_window_cache => "sliding_window_cache is 1",
@@ -58,8 +58,7 @@ fn lie_beside_the_cache(op: &GroupQueryAttention, cache: CacheBinding) -> Result
     Err(Error::invalid("k_quant_type", op.k_quant_type, allowed))
 }
 
-/// Errs unless, where each row of the cache has a scale of its own, k_scale and v_scale have the
-/// cache's dimensions but the last.
+/// Checks that per-token k_scale and v_scale have the cache's dimensions except the last.
 pub(in crate::op) fn check_row_scales(
     quantized: Option<Quantization>,
     scales: [Option<TensorDesc<'_>>; 2],
@@ -78,7 +77,7 @@ pub(in crate::op) fn check_row_scales(
     Ok(())
 }
 
-/// Errs where scales are among the inputs but should be the cache's, or the other way round.
+/// Checks that scales come as inputs or with the cache, as the quantization requires.
 pub(in crate::op) fn check_owner(
     how: QuantType,
     inputs: [Option<&Tensor>; 2],
@@ -98,12 +97,12 @@ pub(in crate::op) fn check_owner(
     }
 }
 
-/// k_scale and v_scale of a cache that has them.
+/// k_scale and v_scale of a cache with per-token scales.
 pub(in crate::op) fn row_scales(of_cache: Option<&[Tensor; 2]>) -> [Option<&Tensor>; 2] {
     of_cache.map_or([None; 2], |scales| scales.each_ref().map(Some))
 }
 
-/// Errs unless k_scale and v_scale have `count` elements, as many as `how` says.
+/// Checks that k_scale and v_scale have `count` elements, as the granularity `how` requires.
 pub(in crate::op) fn check_scales(
     how: QuantType,
     count: usize,

@@ -7,7 +7,7 @@ use gqa_plan::{Problem, Quantization};
 use gqa_tensor::{Error, Result};
 
 impl GroupQueryAttention {
-    /// Errs unless sliding_window_cache, where it is on, agrees with the attributes and inputs.
+    /// Checks that sliding_window_cache agrees with the other attributes and inputs.
     pub(super) fn check_sliding(
         &self,
         inputs: &Shapes<'_>,

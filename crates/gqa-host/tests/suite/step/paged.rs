@@ -1,4 +1,4 @@
-//! Calls over a paged KV cache: three sequences with new tokens behind 5, 30 and 0.
+//! Calls over a paged KV cache: three sequences with new tokens after 5, 30 and 0 rows.
 
 use super::{int, random};
 use gqa_host::backend::{Backend, Io};
@@ -6,7 +6,7 @@ use gqa_host::engine::{Heads, Layer, Paged, Rope};
 use gqa_host::plan::{TensorId, Tensors};
 use gqa_host::{DType, Problem, RowStrides, Tensor};
 
-/// The call of contiguous tensors, and that of slices of a larger one, which hold the tokens' heads
+/// The call with contiguous tensors, and with slices of a larger one that holds the tokens' heads
 /// of query, key and value side by side.
 pub fn problems(rotated: bool, new: [i32; 3]) -> [Problem; 2] {
     let layer = Layer::new(DType::F16, Heads { query: 4, kv: 2, size: 64 });
@@ -19,7 +19,7 @@ pub fn problems(rotated: bool, new: [i32; 3]) -> [Problem; 2] {
     [call, strided].map(|call| layer.paged(call).unwrap())
 }
 
-/// Output and caches of three sequences with so many new tokens behind 5, 30 and 0.
+/// Output and caches of three sequences with these numbers of new tokens after 5, 30 and 0 rows.
 pub fn run(problem: &Problem, new: [i32; 3], backend: &dyn Backend) -> [Tensor; 3] {
     let cache = |seed| random(DType::F16, &[16, 16, 2, 64], seed);
     run_over(problem, new, [cache(4), cache(5)], backend)

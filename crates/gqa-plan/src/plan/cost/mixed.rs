@@ -1,6 +1,6 @@
-//! In which order the kernels of a mixed batch begin, and on how many SMs: a model of the time that
-//! each order takes. Its constants were fitted to 96 calls, each in up to 36 orders, on an H200
-//! (`docs/perf-log.md`).
+//! The launch order of the kernels of a mixed batch, and their shares of the SMs: a model of the
+//! time that each order takes. Its constants were fitted to 96 calls, each in up to 36 orders, on
+//! an H200 (`docs/perf-log.md`).
 
 use crate::plan::device::DeviceInfo;
 
@@ -10,8 +10,8 @@ pub(in crate::plan) enum Order {
     /// That for sequences of few tokens, on as many SMs as it has blocks for, beside the launch
     /// that appends the others' tokens. The one for prefill takes what SMs are free.
     Decode,
-    /// That for prefill, with so many blocks, when all tokens are appended. The other one overlaps
-    /// it on the rest of the SMs, and prefill goes on there in the end.
+    /// Prefill first, with this many CTAs, after all tokens are appended. Decode overlaps it on the
+    /// other SMs, and prefill continues there at the end.
     Prefill { blocks: usize },
 }
 
@@ -60,9 +60,9 @@ impl Work<'_> {
     }
 
     fn time(&self, order: Order, tile: f64) -> f64 {
-        /// What a launch that decode overlaps takes longer for it.
+        /// The slowdown of a launch that decode overlaps.
         const BESIDE: f64 = 3e-6;
-        /// What it costs that prefill begins before decode, and goes on behind it.
+        /// The cost of starting prefill before decode and resuming it afterwards.
         const BEFORE: f64 = 1e-6;
         const BEHIND: f64 = 4e-6;
         let all = self.sms();
@@ -87,7 +87,7 @@ impl Work<'_> {
     /// The launch that appends.
     fn appending(&self) -> f64 {
         const LEAST: f64 = 2e-6;
-        /// Of the memory's bandwidth, which bytes take twice.
+        /// The fraction of the memory bandwidth that appends reach; bytes are read and written.
         const SHARE: f64 = 0.48;
         LEAST + 2.0 * self.new_bytes / (self.device.bandwidth * SHARE)
     }
@@ -97,7 +97,7 @@ impl Work<'_> {
         const LEAST: f64 = 10e-6;
         /// Of the memory's bandwidth.
         const SHARE: f64 = 0.9;
-        /// Bytes per second of a block, and of an SM that holds two.
+        /// Bytes per second of a CTA, and of an SM with two.
         const BLOCK: f64 = 40e9;
         const PAIR: f64 = 100e9;
         let (sms, blocks) = (sms as f64, self.blocks as f64);
@@ -106,8 +106,8 @@ impl Work<'_> {
         LEAST + self.cached_bytes / copied.min(self.device.bandwidth * SHARE).max(1.0)
     }
 
-    /// When all work tiles are done, if the first SMs take them from the beginning and the others
-    /// when they have streamed for `streamed` seconds; not before that.
+    /// The time at which all work tiles are done, if the first SMs take tiles from the beginning,
+    /// and the others after they have streamed for `streamed` seconds; at least that time.
     fn prefill(&self, [first, others]: [usize; 2], tile: f64, streamed: f64) -> f64 {
         let before = (streamed / tile).floor();
         let left = self.tiles.saturating_sub(first.saturating_mul(before as usize));

@@ -12,14 +12,14 @@ use gqa_tensor::DType;
 /// Arithmetic and memory traffic that no kernel can avoid.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Cost {
-    /// Multiplications and additions of q·k and p·v over the visible pairs.
+    /// Floating-point operations of q·k and p·v over the visible pairs.
     pub flops: f64,
     /// Bytes that must cross device memory once.
     pub bytes: f64,
 }
 
 impl Cost {
-    /// Of a call in which every sequence has the batch's longest length.
+    /// The cost of a call in which every sequence has the batch's longest length.
     pub fn of(problem: &Problem) -> Self {
         let p = problem;
         if p.computes != CallKind::Attention {
@@ -54,7 +54,7 @@ impl Cost {
         }
     }
 
-    /// Of a call that only moves or rotates rows: each is read and written once.
+    /// The cost of a call that only moves or rotates rows: each is read and written once.
     fn of_rows(p: &Problem) -> Self {
         let (query, new) = match p.computes {
             CallKind::Rotation => (p.q_heads * p.q_len, 0),
@@ -71,13 +71,13 @@ impl Cost {
         (self.flops / peak).max(self.bytes / device.bandwidth)
     }
 
-    /// Whether memory, not arithmetic, sets that time.
+    /// Whether memory, not arithmetic, sets the bound.
     pub fn is_memory_bound(&self, dtype: DType, device: &DeviceInfo) -> bool {
         self.roofline_seconds(dtype, device) <= self.bytes / device.bandwidth
     }
 }
 
-/// Keys that some row of the longest sequence sees.
+/// Keys of the longest sequence that some row attends to.
 fn keys_read(p: &Problem) -> f64 {
     let right = if p.causal { Some(0) } else { p.right_window };
     let window = p.window.zip(right).map_or(usize::MAX, |(left, right)| {

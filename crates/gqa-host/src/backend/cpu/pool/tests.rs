@@ -11,7 +11,7 @@ use std::sync::Mutex;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// How many threads compute a loop of slow parts.
+/// The number of threads that compute a loop of slow parts.
 fn threads() -> usize {
     let threads = Mutex::new(BTreeSet::new());
     parallel_for(200, &|_| {
@@ -21,10 +21,10 @@ fn threads() -> usize {
     threads.into_inner().unwrap().len()
 }
 
-/// Runs a function in a fork of this process; whether it returns true in time.
+/// Runs a function in a forked process; whether it returns true in time.
 fn in_fork(run: impl Fn() -> bool) -> bool {
-    // SAFETY: the child calls nothing but what a fork of a process with threads may call here,
-    // and ends without destructors of the parent's
+    // SAFETY: the child calls only what is allowed in the fork of a multi-threaded process, and
+    // ends without running the parent's destructors
     let child = unsafe { libc::fork() };
     assert!(child >= 0, "a process");
     if child == 0 {
@@ -34,7 +34,7 @@ fn in_fork(run: impl Fn() -> bool) -> bool {
     }
     let (begun, mut status) = (Instant::now(), 0);
     loop {
-        // SAFETY: a child of this process, and a place for its status
+        // SAFETY: a child of this process, and a valid pointer to its status
         let ended = unsafe { libc::waitpid(child, &raw mut status, libc::WNOHANG) };
         if ended == child {
             return libc::WIFEXITED(status) && libc::WEXITSTATUS(status) == 0;
@@ -54,7 +54,7 @@ fn in_fork(run: impl Fn() -> bool) -> bool {
 fn forked_processes_have_threads_of_their_own() {
     for threads_of_pool in [2, 3] {
         let pool = ThreadPoolBuilder::new().num_threads(threads_of_pool).build().unwrap();
-        // From a thread of a pool, and from one that is of none.
+        // From a thread of a pool, and from one outside of any pool.
         let twice = || {
             assert!(threads() > 1, "this process has them");
             assert!(in_fork(|| threads() > 1), "its child has none");
@@ -93,7 +93,7 @@ fn calls_of_a_forked_process_end() {
     }
 }
 
-/// A prompt of as many heads and rows as several threads compute.
+/// A prefill with enough heads and rows for several threads.
 fn attends(backend: &dyn Backend) -> bool {
     let (rows, heads) = (96, 8);
     let zeros = |shape: &[usize]| Tensor::zeros(DType::F32, shape);
