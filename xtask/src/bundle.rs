@@ -1,8 +1,8 @@
 //! `cargo xtask bundle`: everything that a GPU machine without Rust or network needs to run the GPU
 //! tests.
 
+use crate::cargo::cargo;
 use crate::step::shown;
-use crate::test::cargo;
 use crate::{folder, place};
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;

@@ -1,8 +1,8 @@
 //! `cargo deny`: checks all dependencies against deny.toml.
 
+use crate::cargo::cargo;
 use crate::pip;
 use crate::step::shown;
-use crate::test::cargo;
 use anyhow::{Context, Result};
 use std::path::PathBuf;
 use std::process::Command;

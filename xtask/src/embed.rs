@@ -4,8 +4,9 @@
 //! program that uses gqa and cudarc, which links libcuda (a stub that is made here), and a library
 //! for other languages.
 
+use crate::cargo::cargo;
+use crate::gpu::has_gpu;
 use crate::step::shown;
-use crate::test::{cargo, has_gpu};
 use crate::{folder, place};
 use anyhow::{Context, Result, bail, ensure};
 use gqa_ptx::Manifest;

@@ -1,6 +1,7 @@
 //! `cargo xtask test --integrations`: other programs that use these kernels, one function each.
 //! They are not part of the plain test command because they build much and install packages.
 
+use crate::cargo::cargo;
 use crate::step::{Steps, shown};
 use crate::test::cargo;
 use crate::{folder, pages, pip, place};

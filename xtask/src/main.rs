@@ -1,11 +1,13 @@
 //! `cargo xtask VERB`: build, check, test and bundle.
 
 mod bundle;
+mod cargo;
 mod columns;
 mod deny;
 mod doctor;
 mod embed;
 mod folder;
+mod gpu;
 mod integrations;
 mod loops;
 mod module;

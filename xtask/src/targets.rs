@@ -1,7 +1,7 @@
 //! Other systems that the library and the program must compile for.
 
+use crate::cargo::cargo;
 use crate::step::shown;
-use crate::test::cargo;
 use anyhow::{Context, Result, ensure};
 use std::path::PathBuf;
 use std::process::Command;

@@ -1,5 +1,7 @@
 //! `cargo xtask test`: the first step of CI; the second is the same with `--integrations`.
 
+use crate::cargo::cargo;
+use crate::gpu::has_gpu;
 use crate::integrations::{self, EXCLUDED};
 use crate::step::{Steps, shown};
 use crate::{columns, deny, embed, pages, place, ptx, ptxas, ratchet, targets};
@@ -7,7 +9,6 @@ use anyhow::Result;
 use clap::Args as ClapArgs;
 use gqa_ptx::Toolchain;
 use std::env;
-use std::ffi::OsString;
 use std::hash::{BuildHasher, RandomState};
 use std::process::{Command, Stdio};
 
@@ -110,13 +111,6 @@ fn tests(place: Where, full: bool) -> Result<()> {
         command.env("PARITY_FULL", "1");
     }
     shown(command.env("PROPTEST_RNG_SEED", seed))
-}
-
-/// Whether there is an NVIDIA GPU.
-pub fn has_gpu() -> bool {
-    // It comes with the driver.
-    let listed = Command::new("nvidia-smi").arg("--list-gpus").output();
-    listed.is_ok_and(|listed| listed.status.success() && !listed.stdout.is_empty())
 }
 
 fn gpu_tests() -> Result<Option<String>> {

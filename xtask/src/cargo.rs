@@ -1,0 +1,13 @@
+//! The cargo that runs this program.
+
+use crate::place;
+use std::env;
+use std::ffi::OsString;
+use std::process::Command;
+
+/// A command of that cargo, in the repository's root.
+pub fn cargo() -> Command {
+    let mut command = Command::new(env::var_os("CARGO").unwrap_or_else(|| OsString::from("cargo")));
+    command.current_dir(place::root());
+    command
+}
