@@ -1,5 +1,4 @@
-//! A random call with a mask over the new tokens, as speculative decoding has that checks a tree of
-//! drafts at once, and its tensors.
+//! A random call with a tree mask over the new tokens, as in speculative decoding, and its tensors.
 
 use crate::Tolerance;
 use crate::call::{Data, poisoned};
@@ -23,12 +22,12 @@ pub struct TreeCase {
     pub dtype: DType,
     /// The heads.
     pub heads: [usize; 3],
-    /// Tokens before the call, and new ones, of each sequence. Where each has a cache of its own,
-    /// all have as many new ones as the first.
+    /// Past and new tokens of each sequence. With contiguous caches, all sequences have as many new
+    /// tokens as the first.
     pub sequences: Vec<[usize; 2]>,
     /// Rows of a block where the cache is paged.
     pub block_size: Option<usize>,
-    /// Sequences begin with the call, and some are padded; where each has a cache of its own.
+    /// Sequences begin with the call, and some are padded; contiguous caches only.
     pub first_prompt: bool,
     /// The new tokens are in the cache already.
     pub no_new_rows: bool,
@@ -46,8 +45,8 @@ pub struct TreeCase {
     pub seed: u64,
 }
 
-/// Calls that the planner gives to the decode families: their types and head sizes, up to 128
-/// packed query rows for each sequence.
+/// Calls for the decode families: their types and head sizes, up to 128 packed query rows for each
+/// sequence.
 pub fn tree_steps(max_rows: usize) -> BoxedStrategy<TreeCase> {
     let sizes = prop::sample::select(vec![64usize, 128, 256]);
     (
@@ -104,7 +103,7 @@ pub fn trees(
 }
 
 impl TreeCase {
-    /// The same where each sequence has a cache of its own, or where it is paged.
+    /// The same over contiguous or paged caches.
     pub fn paged(self, block_size: Option<usize>) -> Self {
         let first_prompt = self.first_prompt && block_size.is_none();
         Self { block_size, first_prompt, ..self }
@@ -114,7 +113,7 @@ impl TreeCase {
         self.block_size.is_some()
     }
 
-    /// New tokens of a sequence, which are rows of its batch entry where it has a cache of its own.
+    /// New tokens of a sequence, which are rows of its batch entry with contiguous caches.
     fn new_tokens(&self, b: usize) -> usize {
         if self.is_paged() { self.sequences[b][1] } else { self.sequences[0][1] }
     }
@@ -164,7 +163,7 @@ impl TreeCase {
         }
     }
 
-    /// Whether words of the tree also say where tokens rotate to.
+    /// Whether the mask also determines RoPE positions.
     fn has_positions(&self) -> bool {
         self.rotates && !self.is_paged()
     }
@@ -269,7 +268,7 @@ impl Given {
         (cache, table.expect("as many").into())
     }
 
-    /// Output, log-sum-exps if wanted, and caches after the call on `backend`.
+    /// Output, log-sum-exps on request, and caches after the call on `backend`.
     fn run(
         &self,
         problem: &Problem,

@@ -169,7 +169,7 @@ impl Event {
         Ok(Self { device: device.clone(), raw })
     }
 
-    /// Puts the event behind all work that is in the stream now.
+    /// Records the event behind all work that is in the stream now.
     ///
     /// # Errors
     /// Where the stream belongs to another device.

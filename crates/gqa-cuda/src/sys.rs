@@ -87,9 +87,9 @@ pub(super) type AttributeValue = [u32; 16];
 #[repr(C, align(64))]
 pub(super) struct EncodedTensorMap([u64; 16]);
 
-/// The value that a function answers while there is no driver: `CUDA_ERROR_NO_DEVICE`.
+/// The result of every function without a driver: `CUDA_ERROR_NO_DEVICE`.
 const ABSENT: Status = 100;
-/// The value that a function answers which this driver does not have: `CUDA_ERROR_NOT_FOUND`.
+/// The result of functions that this driver lacks: `CUDA_ERROR_NOT_FOUND`.
 const MISSING: Status = 500;
 
 macro_rules! functions {
@@ -101,7 +101,7 @@ macro_rules! functions {
         }
 
         impl Functions {
-            /// Functions that do nothing and answer `STATUS`.
+            /// Functions that only return `STATUS`.
             const fn answering<const STATUS: Status>() -> Self {
                 $(
                     #[allow(non_snake_case, reason = "the driver's names")]
@@ -114,7 +114,7 @@ macro_rules! functions {
                 Self { $($name: $name::<STATUS>,)* }
             }
 
-            /// What the library has; [`MISSING`] stands for the rest.
+            /// The library's functions; [`MISSING`] stands for those that it lacks.
             fn of(library: &Library) -> Self {
                 let mut functions = Self::answering::<MISSING>();
                 $(
@@ -223,7 +223,7 @@ const LIBRARY: &str = "nvcuda.dll";
 #[cfg(not(windows))]
 const LIBRARY: &str = "libcuda.so.1";
 
-/// The library that was found, which stays loaded as long as the process, and its functions.
+/// The loaded library, which stays loaded until the process ends, and its functions.
 struct Driver {
     functions: Functions,
     _library: Library,
@@ -231,7 +231,7 @@ struct Driver {
 
 static DRIVER: OnceLock<Result<Driver, String>> = OnceLock::new();
 
-/// Finds the driver, once; what went wrong is kept.
+/// Loads the driver once; an error is kept.
 pub(super) fn load() -> Result<(), String> {
     DRIVER.get_or_init(open).as_ref().map(|_| ()).map_err(Clone::clone)
 }
@@ -242,7 +242,7 @@ fn open() -> Result<Driver, String> {
     Ok(Driver { functions: Functions::of(&library), _library: library })
 }
 
-/// The driver's functions. Before [`load`] has found the driver all of them answer [`ABSENT`].
+/// The driver's functions. Before [`load`] has found the driver, all of them return [`ABSENT`].
 pub(super) fn functions() -> &'static Functions {
     static NONE: Functions = Functions::answering::<ABSENT>();
     match DRIVER.get() {

@@ -12,7 +12,7 @@ const SWIZZLE_128: i32 = 3;
 const L2_PROMOTION_128: i32 = 2;
 const OUTSIDE_IS_ZERO: i32 = 0;
 
-/// The map of the tensor at `address` in device memory, which is only computed with here.
+/// The tensor map of the tensor at `address`. The address is encoded, not accessed.
 pub(super) fn encode(
     map: &TensorMap,
     address: u64,

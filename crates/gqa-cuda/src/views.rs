@@ -1,4 +1,4 @@
-//! The tensors and the scratch memory of a call, where they belong to the caller.
+//! Borrowed tensors and scratch memory of a call.
 
 use gqa_plan::RowStrides;
 use gqa_plan::plan::{Plan, TensorId, TensorSpec, Tensors};
@@ -14,7 +14,7 @@ pub struct DeviceView<'a> {
     pub dtype: DType,
     /// Dimensions.
     pub shape: &'a [usize],
-    /// Where heads and rows are; `None`: row-major and contiguous.
+    /// Strides of heads and rows; `None`: row-major and contiguous.
     pub strides: Option<RowStrides>,
 }
 
@@ -24,7 +24,7 @@ impl<'a> DeviceView<'a> {
         Self { pointer, dtype, shape, strides: None }
     }
 
-    /// The same with heads and rows that are not side by side, in elements.
+    /// The same with strided heads and rows, in elements.
     pub const fn strided(self, strides: RowStrides) -> Self {
         Self { strides: Some(strides), ..self }
     }
@@ -50,7 +50,7 @@ impl std::fmt::Display for DeviceView<'_> {
 /// The tensors of a call by their role.
 pub type Views<'a> = Tensors<DeviceView<'a>>;
 
-/// Errs unless every tensor of the plan's problem is there with its type, shape and strides.
+/// Checks that every tensor of the plan's problem is present with its type, shape and strides.
 pub(super) fn check(views: &Views<'_>, plan: &Plan) -> Result<()> {
     for (id, spec) in plan.tensors().iter().filter(|(_, spec)| !spec.is_empty()) {
         let view = views.get(*id);
@@ -70,13 +70,13 @@ pub(super) fn pointer(views: &Views<'_>, id: TensorId) -> u64 {
     views.get(id).map_or(0, |view| view.pointer)
 }
 
-/// Scratch memory of a call. Calls that may run at the same time need one each.
+/// Scratch memory of a call. Concurrent calls need one each.
 #[derive(Clone, Copy, Debug, Default)]
 #[non_exhaustive]
 pub struct Workspace {
     /// `CUdeviceptr`, 256-byte aligned.
     pub pointer: u64,
-    /// Length, at least [`Plan::workspace_bytes`]. The content means nothing between calls.
+    /// Length, at least [`Plan::workspace_bytes`]. The contents need not be kept between calls.
     pub bytes: usize,
     /// `CUdeviceptr` of at least [`Plan::counters`] 32-bit counters, which are zero before the
     /// first call and after every call; 0 where no plan needs any.
