@@ -3,7 +3,6 @@
 
 use crate::cargo::cargo;
 use crate::step::{Steps, shown};
-use crate::test::cargo;
 use crate::{folder, pages, pip, place};
 use anyhow::{Context, Result, ensure};
 use std::fs;

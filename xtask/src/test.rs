@@ -75,13 +75,6 @@ fn without_simulator() -> Result<()> {
     clippy(&["--package", "gqa-host", "--lib"])
 }
 
-/// The cargo that runs this.
-pub fn cargo() -> Command {
-    let mut command = Command::new(env::var_os("CARGO").unwrap_or_else(|| OsString::from("cargo")));
-    command.current_dir(place::root());
-    command
-}
-
 /// A command of the cargo that runs this, over all crates but those of integrations.
 pub fn over_workspace(words: &[&str]) -> Command {
     let mut command = cargo();
