@@ -115,7 +115,11 @@ pub fn cut_off(cases: BoxedStrategy<PagedReadCase>) -> BoxedStrategy<PagedReadCa
         // As many tokens as sequences and a bound of 1 say that each sequence has one token.
         let tokens: usize = case.sequences.iter().map(|[_, new]| new).sum();
         let least = if tokens == case.sequences.len() { 2 } else { 1 };
-        PagedReadCase { bound: Some(bound.max(least)), tree_mask: false, ..case }
+        PagedReadCase {
+            bound: Some(bound.max(least).min(case.most_tokens().max(1))),
+            tree_mask: false,
+            ..case
+        }
     };
     (cases, any::<bool>(), 0.0..=1.0).prop_map(cut).boxed()
 }

@@ -295,7 +295,7 @@ fn checked_calls_are_told_of_lengths_and_tables() {
         let table = [[0, 1, -1, 99], [1, -1, -1, -1], [-1, -1, -1, -1]];
         call.upload(TensorId::BlockTable, &Array2::from(table.to_vec()).into());
         call.upload(TensorId::SeqlensK, &int32([16, 0, 0]));
-        assert!(error().starts_with("block_table: got row 16 of the cache for token 16"));
+        assert!(error().starts_with("block_table: got row 16 of the cache for new token 16"));
     });
 }
 

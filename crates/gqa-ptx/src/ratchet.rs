@@ -123,7 +123,7 @@ mod tests {
         written.write(&path).unwrap();
         assert_eq!(Ratchet::read(&path).unwrap(), written);
         fs::write(&path, "[]").unwrap();
-        assert!(Ratchet::read(&path).unwrap_err().to_string().contains("write it anew"));
+        assert!(Ratchet::read(&path).unwrap_err().to_string().contains("regenerate it"));
         fs::remove_file(&path).unwrap();
         assert_eq!(Ratchet::read(&path).unwrap(), Ratchet::default());
     }

@@ -169,7 +169,7 @@ fn refusals_of_flash_attention_say_why() {
         ),
         (Shape { dtype: DType::F32, ..square(512) }, &plain, Family::TiledF32, "float32"),
         (square(512), &right, general, "a window to the right"),
-        (square(512), &left, general, "to the left alone"),
+        (square(512), &left, general, "only to the left"),
         (Shape { new_len: 600, ..square(512) }, &causal, general, "row 0 at position 0"),
         (
             Shape { new_len: 600, past: Some(7), ..square(512) },

@@ -209,5 +209,5 @@ fn sequences_share_blocks_that_are_only_read() {
     let new = TensorView::from(&query[..]);
     let inputs = inputs.with(TensorId::Key, new).with(TensorId::Value, new);
     let error = run(call, inputs).unwrap_err().to_string();
-    assert!(error.starts_with("block_table: got row 1 of the cache for token 1"), "{error}");
+    assert!(error.starts_with("block_table: got row 1 of the cache for new token 1"), "{error}");
 }

@@ -249,7 +249,7 @@ fn lengths_that_lead_outside_of_the_blocks_are_refused() {
     );
     answers(
         run(&past, &ints(&[0, 2]), &right),
-        "cumulative_sequence_length: got [0, 2]; allowed: 2 numbers from 0 to num_tokens = 3",
+        "cumulative_sequence_length: got [0, 2]; allowed: 2 integers from 0 to num_tokens = 3",
     );
     answers(
         run(&past, &ints(&[0, 1, 3]), &right),

@@ -179,7 +179,7 @@ fn tokens() {
     );
     refuses(
         query(&[1, 4, 64]),
-        "cumulative_sequence_length: got [0, 3, 4]; allowed: 3 numbers from 0 to num_tokens = 1",
+        "cumulative_sequence_length: got [0, 3, 4]; allowed: 3 integers from 0 to num_tokens = 1",
     );
     refuses(
         Call { query: Tensor::zeros(DType::F64, &[4, 64]), ..Call::new() },
@@ -204,11 +204,11 @@ fn lengths() {
     let starts = |values: &[i32]| Call { starts: ints(values), ..Call::new() };
     refuses(
         starts(&[0, 3, 5]),
-        "cumulative_sequence_length: got [0, 3, 5]; allowed: 3 numbers from 0 to num_tokens = 4",
+        "cumulative_sequence_length: got [0, 3, 5]; allowed: 3 integers from 0 to num_tokens = 4",
     );
     refuses(
         starts(&[0, 4]),
-        "cumulative_sequence_length: got [0, 4]; allowed: 3 numbers from 0 to num_tokens = 4",
+        "cumulative_sequence_length: got [0, 4]; allowed: 3 integers from 0 to num_tokens = 4",
     );
     refuses(
         starts(&[0, 5, 4]),
@@ -263,7 +263,7 @@ fn without_tokens_nothing_is_looked_up() {
     );
     refuses(
         Call { query: float(&[1, 64]), starts: ints(&[1]), ..no_sequences() },
-        "cumulative_sequence_length: got [1]; allowed: 1 numbers from 0 to num_tokens = 1",
+        "cumulative_sequence_length: got [1]; allowed: 1 integers from 0 to num_tokens = 1",
     );
 }
 

@@ -205,7 +205,7 @@ impl fmt::Display for Rejection {
             }
             Self::NotQuantized => write!(f, "the KV cache is not quantized"),
             Self::Format { got } => write!(f, "does not take a KV cache of {got}"),
-            Self::RowScales => write!(f, "does not take a scale for each row of the KV cache"),
+            Self::RowScales => write!(f, "does not take per-token scales"),
             Self::NotShared => write!(f, "past and present are not one cache"),
             Self::BlockSize { got, need } => {
                 write!(f, "the block size {got} is not a power of two of {need} or more")

@@ -171,10 +171,8 @@ impl ProblemFields {
             "capacity",
             || (capacity, format!("{}, the keys, as there is no cache", self.new_len)),
         )?;
-        let packs = self.layout == Layout::Bsnh
-            && !external
-            && self.has_like_values()
-            && (self.new_len == self.q_len || self.cache == CacheBinding::Shared);
+        let brings = [0, self.q_len].contains(&self.new_len);
+        let packs = self.layout == Layout::Bsnh && !external && self.has_like_values() && brings;
         refuse(self.packed && !packs, "packed", || {
             (
                 "true",
@@ -237,7 +235,8 @@ impl ProblemFields {
         refuse(self.slides && rolls_wrongly, "capacity", || {
             (capacity, "that of the past, with new keys of all rows, in a rolling KV cache")
         })?;
-        if self.is_external() {
+        let is_read_only = new == 0 && self.cache == CacheBinding::Shared && !self.slides;
+        if self.is_external() || is_read_only {
             return Ok(());
         }
         let own_rows = self.alignment == Alignment::Phase;

@@ -151,7 +151,7 @@ fn peers_must_have_started() {
     for seed in SEEDS {
         let kind = exchange_fault(seed, NoBarrierBefore);
         assert!(
-            matches!(&kind, FaultKind::Cluster { what, .. } if what.contains("started")),
+            matches!(&kind, FaultKind::Cluster { what, .. } if what.contains("start of that CTA")),
             "{kind}"
         );
     }

@@ -191,7 +191,7 @@ fn senders_must_know_that_the_receiver_has_started() {
     for seed in SEEDS {
         let kind = fault(seed, NoBarrier);
         assert!(
-            matches!(&kind, FaultKind::Cluster { what, .. } if what.contains("started")),
+            matches!(&kind, FaultKind::Cluster { what, .. } if what.contains("start of that CTA")),
             "{kind}"
         );
     }
