@@ -26,7 +26,7 @@ pub struct Launch<'a> {
     /// determines.
     pub communicates: bool,
     /// Programmatic dependent launch: the launch may start before earlier grids have ended. Until
-    /// `grid_dependency_wait` it may only read, and only [early](Arg::early) arguments.
+    /// `grid_dependency_wait` it may only read, and only [early](crate::Arg::early) arguments.
     pub programmatic: bool,
 }
 
