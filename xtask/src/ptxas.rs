@@ -19,7 +19,8 @@ const TARGETS: [&str; 5] = ["sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_120a"];
 /// Hot entries, without their element type, that lack a few registers on a GPU, and the most bytes
 /// that they spill there, stored and loaded together. On `sm_90` such a kernel was measured, and is
 /// faster than the one of eight warps that does not spill (`docs/results/2026-11-26-h100-ampere`);
-/// on the others none was. What a device gets has constants in its text: decode kernels that take
+/// on the others none was. What a device gets has constants in its text: quantized decode kernels of
+/// any format and scales, decode kernels that take
 /// masks over the new tokens and every type of output, those that mask keys of blocks outside of
 /// the cache, and kernels that append to a quantized cache of any format on Hopper spill nothing
 /// then (`crates/gqa-host/tests/suite/folded.rs`, `docs/results/2026-11-28-h200-constants`). On
@@ -29,14 +30,18 @@ const TARGETS: [&str; 5] = ["sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_120a"];
 /// `append_dequantized` and `paged_append` have four blocks to an SM, which on Hopper is faster
 /// even with spills than three are without (`docs/results/2026-11-28-h200-float8-keys`,
 /// `2026-11-28-h200-batches`).
-const SPILLS: [(&str, &str, u32); 58] = [
-    ("gqa_append_dequantized", "sm_75", 64),
-    ("gqa_append_dequantized", "sm_80", 64),
+const SPILLS: [(&str, &str, u32); 92] = [
+    ("gqa_append_dequantized", "sm_75", 128),
+    ("gqa_append_dequantized", "sm_80", 128),
     ("gqa_append_dequantized", "sm_89", 128),
     ("gqa_append_dequantized", "sm_90a", 128),
     ("gqa_append_dequantized", "sm_100a", 128),
+    ("gqa_append_dequantized", "sm_103a", 128),
     ("gqa_append_dequantized", "sm_120a", 128),
     ("gqa_append_quantized", "sm_90a", 12),
+    ("gqa_append_quantized", "sm_100a", 12),
+    ("gqa_append_quantized", "sm_103a", 12),
+    ("gqa_append_quantized", "sm_120a", 280),
     ("gqa_decode_d128_r32", "sm_80", 8),
     ("gqa_decode_d128_r32", "sm_90", 32),
     ("gqa_decode_d128_r32", "sm_100a", 32),
@@ -44,6 +49,8 @@ const SPILLS: [(&str, &str, u32); 58] = [
     ("gqa_decode_d128_r32_w4", "sm_90", 32),
     ("gqa_decode_d128_r32_w4", "sm_100a", 32),
     ("gqa_decode_d128_r32_w4", "sm_103a", 32),
+    ("gqa_decode_i4_d256_r16", "sm_80", 72),
+    ("gqa_decode_i4_d256_r16", "sm_89", 72),
     ("gqa_decode_paged_d128_r32", "sm_80", 8),
     ("gqa_decode_paged_d128_r32", "sm_89", 8),
     ("gqa_decode_paged_d128_r32", "sm_90", 8),
@@ -58,12 +65,36 @@ const SPILLS: [(&str, &str, u32); 58] = [
     ("gqa_decode_paged_d256_r8", "sm_103a", 8),
     ("gqa_decode_paged_d256_r8", "sm_120a", 60),
     ("gqa_decode_paged_d256_r8_w4", "sm_120a", 80),
-    ("gqa_decode_paged_i4_d256_r16", "sm_90", 8),
+    ("gqa_decode_paged_i4_d256_r16", "sm_80", 104),
+    ("gqa_decode_paged_i4_d256_r16", "sm_89", 88),
+    ("gqa_decode_paged_i4_d256_r16", "sm_90", 64),
+    ("gqa_decode_paged_i4_d256_r16", "sm_100a", 64),
+    ("gqa_decode_paged_i4_d256_r16", "sm_103a", 64),
+    ("gqa_decode_paged_i4_d256_r16", "sm_120a", 88),
     ("gqa_decode_paged_padded_d256_r8_w4", "sm_120a", 80),
+    ("gqa_decode_paged_q8_d256_r8", "sm_80", 24),
+    ("gqa_decode_paged_q8_d256_r8", "sm_89", 24),
+    ("gqa_decode_paged_q8_d256_r8", "sm_90", 40),
+    ("gqa_decode_paged_q8_d256_r8", "sm_100a", 40),
+    ("gqa_decode_paged_q8_d256_r8", "sm_103a", 40),
+    ("gqa_decode_paged_q8_d256_r8", "sm_120a", 108),
+    ("gqa_decode_paged_q8_d256_r8_w4", "sm_80", 8),
+    ("gqa_decode_paged_q8_d256_r8_w4", "sm_89", 8),
+    ("gqa_decode_paged_q8_d256_r8_w4", "sm_90", 40),
+    ("gqa_decode_paged_q8_d256_r8_w4", "sm_100a", 40),
+    ("gqa_decode_paged_q8_d256_r8_w4", "sm_103a", 40),
+    ("gqa_decode_paged_q8_d256_r8_w4", "sm_120a", 140),
+    ("gqa_decode_q8_d128_r8", "sm_80", 8),
+    ("gqa_decode_q8_d256_r8", "sm_90", 24),
+    ("gqa_decode_q8_d256_r8", "sm_100a", 24),
+    ("gqa_decode_q8_d256_r8", "sm_103a", 24),
+    ("gqa_decode_q8_d256_r8", "sm_120a", 40),
+    ("gqa_decode_q8_d256_r8_w4", "sm_120a", 40),
     ("gqa_float8_operands", "sm_90a", 8),
     ("gqa_hopper_float8_d256", "sm_90a", 240),
-    ("gqa_hopper_paged_quantized_d128", "sm_90a", 8),
-    ("gqa_hopper_paged_quantized_f8_d128", "sm_90a", 88),
+    ("gqa_hopper_paged_d192", "sm_90a", 12),
+    ("gqa_hopper_paged_quantized_d128", "sm_90a", 16),
+    ("gqa_hopper_paged_quantized_f8_d128", "sm_90a", 96),
     ("gqa_paged_append", "sm_75", 20),
     ("gqa_paged_append", "sm_80", 8),
     ("gqa_paged_append", "sm_89", 8),
@@ -71,6 +102,10 @@ const SPILLS: [(&str, &str, u32); 58] = [
     ("gqa_paged_append", "sm_100a", 8),
     ("gqa_paged_append", "sm_103a", 8),
     ("gqa_paged_append", "sm_120a", 8),
+    ("gqa_paged_append_quantized", "sm_120a", 16),
+    ("gqa_paged_gaps_f32", "sm_75", 160),
+    ("gqa_paged_gaps_f32", "sm_80", 144),
+    ("gqa_paged_gaps_f32", "sm_89", 144),
     ("gqa_split_kv_d160", "sm_75", 60),
     ("gqa_split_kv_d192", "sm_75", 148),
     ("gqa_tiled_d128", "sm_75", 92),
