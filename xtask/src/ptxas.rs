@@ -19,9 +19,9 @@ const TARGETS: [&str; 5] = ["sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_120a"];
 /// Hot entries, without their element type, that lack a few registers on a GPU, and the most bytes
 /// that they spill there, stored and loaded together. On `sm_90` such a kernel was measured, and is
 /// faster than the one of eight warps that does not spill (`docs/results/2026-11-26-h100-ampere`);
-/// on the others none was. What a device gets has constants in its text: quantized decode kernels of
-/// any format and scales, decode kernels that take
-/// masks over the new tokens and every type of output, those that mask keys of blocks outside of
+/// on the others none was. What a device gets has constants in its text: quantized decode kernels
+/// of any format and scales, decode kernels that take masks over the new tokens and every type of
+/// output, those that mask keys of blocks outside of
 /// the cache, and kernels that append to a quantized cache of any format on Hopper spill nothing
 /// then (`crates/gqa-host/tests/suite/folded.rs`, `docs/results/2026-11-28-h200-constants`). On
 /// `sm_75` copies to shared memory go through registers. Products of float8 at head size 256 spill
