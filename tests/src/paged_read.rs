@@ -1,4 +1,4 @@
-//! A random call over a paged KV cache as only an engine makes it, and its tensors: one that appends
+//! A random call over a paged KV cache as an engine makes it, and its tensors: one that appends
 //! nothing, of sequences that may bring more tokens than they have keys, or one whose bound on the
 //! tokens of a sequence is too small.
 

@@ -584,7 +584,7 @@ layer!(
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 pub struct PagedGapsParams {
-    /// Sequences, blocks, and rotation of queries; of sequences of fewer than `least` tokens nothing
+    /// Sequences, blocks, and rotation of queries; in sequences below `least` tokens nothing
     /// is computed.
     pub paged: PagedParams,
     /// What quantized values are: a [`Format`](crate::num::Format).

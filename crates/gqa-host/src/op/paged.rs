@@ -166,7 +166,7 @@ impl PagedAttention {
     ///
     /// # Errors
     ///
-    /// [`Error::Invalid`](gqa_tensor::Error::Invalid) names the input or attribute that is not allowed,
+    /// [`Error::Invalid`](gqa_tensor::Error::Invalid) names the input or attribute,
     /// what was got and what is allowed.
     pub fn problem(&self, inputs: &PagedInputs<'_>, cache: &PagedCache) -> Result<Problem> {
         let given = [inputs.k_scale, inputs.v_scale];

@@ -75,7 +75,7 @@ fn a_head_size_with_a_row_of_its_own_keeps_the_tiles_that_its_calls_had() {
                                 chosen.output,
                             )
                 };
-                // Kernels of `general` have no tiles, those of `decode` rows for one head size only.
+                // Kernels of `general` have no tiles, those of `decode` rows for one head size.
                 if chosen.rows == 0 || chosen.family.name().starts_with("decode") {
                     continue;
                 }

@@ -3,8 +3,8 @@
 //! Every kernel has the same shape: a grid of [`THREADS`]-thread blocks walks an index space
 //! ([`walk`]) of 16-byte vectors or pairs of them, and each is copied or rotated ([`rope`]) on its
 //! own; in [`norm`] neighbouring lanes share a row, and in `rolling_kv` a block moves rows
-//! together, and [`gaps`] is attention. No shared memory, no barriers but theirs, no template on the
-//! head size; the only limits are that head_size is a multiple of 8, rotary_dim of 16, and that
+//! together, and [`gaps`] is attention. No shared memory, no barriers but theirs, no template on
+//! the head size; the only limits are that head_size is a multiple of 8, rotary_dim of 16, and that
 //! every row starts on a 16-byte boundary.
 //!
 //! | kernel | does | where |

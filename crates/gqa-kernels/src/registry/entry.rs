@@ -250,7 +250,7 @@ pub enum Output {
 }
 
 /// One kernel entry point. Its name says the same as its fields, for people: `gqa_`, the family or
-/// the kernel within it, `_padded` for heads of fewer elements too, `_rows` for scales of rows, what
+/// the kernel within it, `_padded` for smaller heads too, `_rows` for scales of rows, what
 /// a quantized cache holds (`_q8` for int8 or float8, `_i4`, `_f8`) where the kernel does not take
 /// every format, `_out32` for output in float32, `_out8` in
 /// float8e4m3fn, the element type, and where one head size or more has several shapes `_d` head

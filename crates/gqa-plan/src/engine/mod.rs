@@ -145,7 +145,7 @@ impl Layer {
     /// The KV cache is quantized. The float32 tensors `k_scale` and `v_scale` have one element, one
     /// for each KV head, or one for each element of each KV head, as [`Quantization::scales`] says.
     ///
-    /// With [`Scales::PerToken`](crate::problem::Scales) they are part of the cache, of its shape without
+    /// With [`Scales::PerToken`](crate::problem::Scales) they are part of the cache, shaped without
     /// its last dimension: (batch, KV heads, capacity), or (blocks, block size, KV heads). A call
     /// that appends rows computes their scales and writes them there.
     pub fn quantized(self, how: Quantization) -> Self {

@@ -7,7 +7,7 @@
 //! the other one.
 //!
 //! One is bound by memory and the other by arithmetic, and half of the SMs can read all that memory
-//! delivers. So where that pays (`cost/mixed.rs`) a primary launch of `hopper_paged` begins first, on
+//! delivers. So where that pays (`cost/mixed.rs`) a first launch of `hopper_paged` begins first, on
 //! some SMs, `decode_paged` overlaps it on the others, and a secondary launch of `hopper_paged`
 //! overlaps that when SMs become free, and takes what work tiles are left in their queue: whatever
 //! the lengths turn out to be, no SM is idle for long.

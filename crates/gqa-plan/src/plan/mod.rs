@@ -1,7 +1,7 @@
 //! From a problem to launches: which kernels, in which shape, and why not the others. Pure; needs
 //! no GPU.
 //!
-//! A plan depends on the [`Problem`](crate::problem::Problem) alone, never on what is in a tensor: lengths
+//! A plan depends on the [`Problem`](crate::problem::Problem) alone, never on data: lengths
 //! are read on the device. So a plan stays good, and a CUDA graph of it replays, while `seqlens_k`
 //! changes within `total_sequence_length`.
 //!

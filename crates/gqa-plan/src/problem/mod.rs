@@ -528,7 +528,7 @@ impl Problem {
     /// A call derived from this one.
     ///
     /// # Errors
-    /// As [`new`](Self::new): the derived call may be larger, for example by a length that is rounded up.
+    /// As [`new`](Self::new): the derived call may be larger, by a length that is rounded up.
     pub fn derive(&self, change: impl FnOnce(ProblemFields) -> ProblemFields) -> Result<Self> {
         Self::new(change(self.0.clone()))
     }
