@@ -46,7 +46,8 @@ def seconds(text):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
     parser.add_argument("--folder", type=pathlib.Path, default=packed.SHIPPED)
     parser.add_argument("--every", type=int, default=1, metavar="N", help="one kernel of N only")
     options = parser.parse_args()
@@ -57,11 +58,13 @@ def main():
         text = packed.ptx(options.folder, module, name).encode() + b"\0"
         times[family].append((seconds(text), name))
     print(f"{torch.cuda.get_device_name()}; milliseconds, the driver's cache off")
-    print(f"{'family':26} {'kernels':>7} {'least':>7} {'median':>7} {'largest':>7} {'sum':>9}  slowest")
+    columns = "".join(f" {name:>7}" for name in ("kernels", "least", "median", "largest"))
+    print(f"{'family':26}{columns} {'sum':>9}  slowest")
     for family, found in sorted(times.items()):
         all_ms = sorted(1e3 * taken for taken, _ in found)
-        row = all_ms[0], statistics.median(all_ms), all_ms[-1]
-        print(f"{family:26} {len(found):7} {row[0]:7.0f} {row[1]:7.0f} {row[2]:7.0f} {sum(all_ms):9.0f}  {max(found)[1]}")
+        row = len(found), all_ms[0], statistics.median(all_ms), all_ms[-1]
+        columns = "".join(f" {value:7.0f}" for value in row)
+        print(f"{family:26}{columns} {sum(all_ms):9.0f}  {max(found)[1]}")
 
 
 if __name__ == "__main__":

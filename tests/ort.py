@@ -791,7 +791,7 @@ class SharedMemory(unittest.TestCase):
         slots = feed | {"slot_mapping": np.array([5, 5, 6], np.int32)}
         for given, name in [(feed | {"block_table": np.array([[0, 1], [0, 1]], np.int32)}, "block_table"), (slots, "slot_mapping")]:
             other = session(one_paged_node(given, **self.heads), OURS)
-            self.refused(other, given, shapes, in_place, f"{name}: got row .* of the cache for token .*; allowed: a row for each new token")
+            self.refused(other, given, shapes, in_place, f"{name}: got row .* of the cache for new token .*; allowed: a cache row of its own for each")
 
 
 def random_call(random, sizes=(16, 32, 64, 80), longest=60):

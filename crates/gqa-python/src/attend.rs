@@ -251,9 +251,12 @@ impl<T: Element> Call<T> {
             let queries = Place::Rows { entry, first: first_row };
             [self.q.rows(queries, rows)?, self.k.rows(place, keys)?, self.v.rows(place, keys)?]
         };
-        let mut strided = Strided::default();
-        strided.query = query.strides;
-        (strided.key, strided.value) = (key.strides, value.strides);
+        let strided = Strided {
+            query: query.strides,
+            key: key.strides,
+            value: value.strides,
+            ..Strided::default()
+        };
         let problem = self.problem(job.sequence, strided, job.lse.is_some())?;
         let bias = self.bias.as_ref().map(|bias| bias.sequence(job.index, job.sequence));
         let bias = bias.transpose()?;

@@ -207,8 +207,8 @@ impl Call {
         lse: bool,
         bias: Option<(bool, bool, bool, usize)>,
     ) -> PyResult<Self> {
-        let mut strided = Strided::default();
-        (strided.query, strided.key, strided.value) = (strides(q), strides(k), strides(v));
+        let strided =
+            Strided { query: strides(q), key: strides(k), value: strides(v), ..Strided::default() };
         let mut call = External::new(batch, rows, keys).shortest(shortest).strides(strided);
         if let Some(right) = sizes.scores.behind() {
             call = call.right_window(right);

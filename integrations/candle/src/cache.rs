@@ -159,10 +159,12 @@ impl KvCache {
             true => Dense::prefill(self.batch, rows, self.capacity),
             false => Dense::chunk(self.batch, rows, self.capacity),
         };
-        let mut strided = Strided::default();
-        strided.query = strides(query.layout());
-        strided.key = strides(key.layout());
-        strided.value = strides(value.layout());
+        let strided = Strided {
+            query: strides(query.layout()),
+            key: strides(key.layout()),
+            value: strides(value.layout()),
+            ..Strided::default()
+        };
         let problem = self.attention.layer(self.dtype)?.dense(call);
         let problem = problem.and_then(|problem| problem.with_strides(strided)).map_err(ours)?;
         let last: Vec<i32> = lengths.iter().map(|length| *length as i32 - 1).collect();

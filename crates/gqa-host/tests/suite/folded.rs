@@ -183,16 +183,33 @@ fn calls() -> Vec<Problem> {
         let dense = dense.iter().map(|call| layer.dense(*call).unwrap());
         dense.chain(paged.iter().map(|call| layer.paged(*call).unwrap())).collect::<Vec<_>>()
     };
-    let quantized = [
-        (QuantFormat::Int8, Scales::PerHead),
-        (QuantFormat::Int4, Scales::PerChannel),
-        (QuantFormat::Float8, Scales::PerToken),
-    ]
-    .map(|(format, scales)| {
-        let layer = Layer::new(DType::BF16, Heads { query: 16, kv: 4, size: 256 });
-        layer.quantized(Quantization { format, scales }).dense(Dense::decode(1, 4096)).unwrap()
+    layers.iter().flat_map(of).chain(over_quantized_caches()).collect()
+}
+
+/// Calls over each format of quantized caches: decode with scales of each kind that its kernels
+/// tell apart, and prefill.
+fn over_quantized_caches() -> impl Iterator<Item = Problem> {
+    let formats = [QuantFormat::Int8, QuantFormat::Int4, QuantFormat::Float8];
+    let each = formats.into_iter().flat_map(|format| {
+        [Scales::PerHead, Scales::PerToken].map(|scales| Quantization { format, scales })
     });
-    layers.iter().flat_map(of).chain(quantized).collect()
+    let layers = each.flat_map(|quantization| {
+        let layer = |(query, kv, size)| Layer::new(DType::BF16, Heads { query, kv, size });
+        let heads = [(32, 8, 128), (16, 4, 256), (16, 1, 256)];
+        heads.map(|heads| (layer(heads).quantized(quantization), quantization.scales))
+    });
+    layers.flat_map(|(layer, scales)| {
+        let mut calls = vec![
+            layer.dense(Dense::decode(1, 4096)),
+            layer.dense(Dense::decode(32, 1024)),
+            layer.paged(Paged::decode(8, [256, 64, 64])),
+            layer.paged(Paged::new(4, 1024, [256, 64, 64])),
+        ];
+        if scales == Scales::PerHead {
+            calls.push(layer.dense(Dense::chunk(4, 256, 4096)));
+        }
+        calls.into_iter().map(|call| call.unwrap())
+    })
 }
 
 /// The hot kernels of these calls with the layers' constants, as two GPUs' drivers get them.
@@ -220,8 +237,12 @@ fn folded_kernels() -> BTreeSet<(&'static str, &'static str, String)> {
     found
 }
 
+/// Folded kernels that lack a few registers on a GPU, and the most bytes that they spill there,
+/// stored and loaded together.
+const SPILLS: [(&str, &str, u32); 0] = [];
+
 #[test]
-fn the_assembler_takes_folded_kernels_without_spills() {
+fn the_assembler_takes_folded_kernels_without_more_spills() {
     let tools = Path::new(env!("CARGO_TARGET_TMPDIR")).with_file_name("cuda-tools");
     let Ok(ptxas) = Ptxas::find(&tools) else {
         println!("SKIPPED: no ptxas; `cargo xtask ptxas` installs it");
@@ -233,7 +254,10 @@ fn the_assembler_takes_folded_kernels_without_spills() {
         fs::write(&file, text).unwrap();
         let report = ptxas.assemble(&file, arch).unwrap();
         let [usage] = &report.usage[..] else { panic!("{name}: {report:?}") };
-        if usage.spill_stores + usage.spill_loads + usage.stack > 0 {
+        let spilled = usage.spill_stores + usage.spill_loads;
+        let tolerated = SPILLS.iter().find(|(entry, gpu, _)| (*entry, *gpu) == (name, arch));
+        let tolerated = tolerated.map_or(0, |(.., bytes)| *bytes);
+        if spilled > tolerated || usage.stack > spilled {
             worse.push(format!("{name} on {arch}: {usage:?}"));
         }
         assert!(report.warnings.is_empty(), "{name} on {arch}: {:?}", report.warnings);

@@ -24,8 +24,7 @@ impl Sliding {
         total - (total - self.capacity).div_ceil(block) * block
     }
 
-    /// The effect of a call on a sequence of `total` rows, of which the rows from `past` on are
-    /// new.
+    /// The effect of a call on a sequence of `total` rows: `past` old ones, then new ones.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub const fn slide(self, past: u32, total: u32) -> Slide {
         let (before, after) = (self.resident(past), self.resident(total));

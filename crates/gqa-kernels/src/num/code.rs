@@ -35,7 +35,8 @@ impl core::fmt::Display for Format {
     }
 }
 
-/// A format of quantized values, or several of as many bits, of which the value is one.
+/// The bits of quantized values. A type may stand for several formats of as many bits; a value of
+/// the type says which one.
 pub trait Code: Copy + 'static {
     /// The formats' run-time names.
     const FORMATS: &'static [Format];

@@ -1,15 +1,15 @@
 //! `paged_gaps`: attention over a paged KV cache for sequences whose block tables lead outside of
 //! it, behind kernels that attend to a copy of the cache.
 //!
-//! A copy has zeros in place of blocks that the cache does not have, and attention weighs them like
-//! other keys. This kernel reads the cache itself, of elements or quantized, in blocks of any size,
+//! A copy has zeros in place of blocks that the cache does not have, and attention takes them for
+//! keys. This kernel reads the cache itself, of elements or quantized, in blocks of any size,
 //! and leaves such keys out. It writes the rows of sequences that see one, and leaves all others as
 //! attention has written them: tables with nothing but blocks of the cache cost a look at them.
 //!
 //! A warp computes a token's row of one query head. A lane has a key for scores and every 32nd
 //! column for the output; the query is in shared memory, rotated, `COLUMNS` columns at a time. So
-//! the head size may be any, and the kernel is as simple as it is slow. Blocks of threads share a
-//! sequence's rows; each looks at the table for itself.
+//! the head size may be any, and the kernel is as simple as it is slow. CTAs share a sequence's
+//! rows; each looks at the table for itself.
 //!
 //! Tensors: q of tokens with its strides, not rotated; k_cache, v_cache (block, row, KV head, head
 //! size), or where they are null k_codes, v_codes, quantized values; k_scale, v_scale as in
@@ -31,17 +31,17 @@ use crate::simt::{
 };
 
 const WARPS: u32 = 4;
-/// Threads of a block.
+/// Threads of a CTA.
 pub const THREADS: u32 = 32 * WARPS;
 /// Columns of a head that a warp has at a time.
 const COLUMNS: u32 = 512;
 const LANE_COLUMNS: usize = (COLUMNS / 32) as usize;
-/// Shared memory of a block: a query for each warp, as f32.
+/// Shared memory of a CTA: a query for each warp, as f32.
 pub const SHARED_BYTES: u32 = WARPS * COLUMNS * 4;
 /// In place of a row of the cache.
 const NOWHERE: u32 = u32::MAX;
 
-/// Index space of [`paged_gaps`], of blocks: (batch, blocks that share the sequence's rows), so
+/// Index space of [`paged_gaps`], of CTAs: (batch, CTAs that share the sequence's rows), so
 /// many that `multiprocessors` have two each.
 pub fn paged_gaps_size(p: &PagedGapsParams, multiprocessors: u32) -> [u32; 4] {
     let (batch, rows) =

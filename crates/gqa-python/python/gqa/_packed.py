@@ -135,7 +135,7 @@ def _parts(name: str, packed: Any, dimensions: int, count: int) -> tuple[Array, 
         allowed = "an array that has parts: of numpy, torch, cupy, jax"
         raise mistyped(name, type(packed).__name__, allowed)
     if len(shape) != dimensions or shape[-3] != count:
-        allowed = f"{dimensions} dimensions, of which the third last is {count}"
+        allowed = f"{dimensions} dimensions, the third last {count} long"
         raise invalid(name, tuple(shape), allowed)
     return tuple(packed[..., part, :, :] for part in range(count))
 

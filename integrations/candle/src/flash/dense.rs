@@ -42,8 +42,8 @@ impl Dense {
         sizes: Sizes,
         bias: Option<&Bias>,
     ) -> Result<Problem> {
-        let mut strided = Strided::default();
-        (strided.query, strided.key, strided.value) = (strides(q), strides(k), strides(v));
+        let strided =
+            Strided { query: strides(q), key: strides(k), value: strides(v), ..Strided::default() };
         let window = if self.ranges.is_some() { [None; 2] } else { self.scores.window };
         let bias = bias.map(|bias| bias.heads);
         self.scores.problem(dtype, sizes, window, bias, strided)

@@ -168,9 +168,12 @@ impl Varlen {
         [q, k, v]: [&Layout; 3],
         bias: Option<&Bias>,
     ) -> Result<Problem> {
-        let mut strided = Strided::default();
-        strided.query = strides(q, sizes.rows);
-        (strided.key, strided.value) = (strides(k, sizes.keys), strides(v, sizes.keys));
+        let strided = Strided {
+            query: strides(q, sizes.rows),
+            key: strides(k, sizes.keys),
+            value: strides(v, sizes.keys),
+            ..Strided::default()
+        };
         let bias = bias.map(|bias| bias.heads);
         self.scores.problem(dtype, sizes, self.scores.window, bias, strided)
     }

@@ -246,7 +246,7 @@ impl Softmax<'_> {
         }
     }
 
-    /// [`relate`](Self::relate) with the row maximum, and a rescale where exponents exceed the
+    /// Subtracts the row maximum from the scaled scores, and rescales where exponents exceed the
     /// threshold. Exponents above it are positive, and positive floats are ordered like their bits,
     /// so one integer instruction gives the maximum of three.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]

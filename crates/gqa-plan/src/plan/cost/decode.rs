@@ -32,7 +32,7 @@ pub struct Device {
     /// because two paired SMs (a TPC) together load little more than one of them alone, so that
     /// pairs with two CTAs finish late.
     pub tenths_in_pairs: u32,
-    /// The kernel with half-SM CTAs, of which an SM holds two, if there is one.
+    /// The kernel with half-SM CTAs (two fit on an SM), if there is one.
     pub halves: Option<Halves>,
 }
 
