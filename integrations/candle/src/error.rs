@@ -3,9 +3,12 @@
 use candle::Error;
 use std::fmt::Display;
 
-/// As candle's, with the same text.
+/// As candle's, where sizes of heads have the names of [`Attention::new`](crate::Attention::new).
 pub(crate) fn ours(error: gqa_host::Error) -> Error {
-    Error::msg(error)
+    const NAMES: [(&str, &str); 3] =
+        [("heads.query", "query_heads"), ("heads.kv", "kv_heads"), ("heads.size", "head_size")];
+    let text = error.to_string();
+    Error::msg(NAMES.iter().fold(text, |text, (name, here)| text.replace(name, here)))
 }
 
 /// One that names the argument, what was got and what is allowed.

@@ -1,7 +1,7 @@
 //! Sequences of any lengths over a paged KV cache.
 
 use super::dense::Dense;
-use super::scores::Scores;
+use super::scores::{Scores, check_heads};
 use super::varlen::{Starts, integers};
 #[cfg(feature = "cuda")]
 use crate::attention::element_type;
@@ -238,6 +238,7 @@ impl Cache {
             let got = format!("{:?}", k.dims());
             return Err(invalid("k", got, "(blocks, page_block_size, KV heads, size)"));
         };
+        check_heads(heads, kv_heads)?;
         Ok(Self { rows, heads, kv_heads, size, blocks, block_size })
     }
 }

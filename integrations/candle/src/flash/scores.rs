@@ -68,6 +68,15 @@ impl Sizes {
     }
 }
 
+/// Errs unless as many query heads share each KV head.
+pub(super) fn check_heads(heads: usize, kv_heads: usize) -> Result<()> {
+    if kv_heads > 0 && heads.is_multiple_of(kv_heads) {
+        return Ok(());
+    }
+    let allowed = format!("a multiple of the {kv_heads} KV heads of k");
+    Err(invalid("q", format!("{heads} heads"), allowed))
+}
+
 fn four(layout: &Layout) -> Option<[usize; 4]> {
     layout.dims().try_into().ok()
 }
@@ -84,6 +93,7 @@ impl Scores {
         strided: Strided,
     ) -> Result<Problem> {
         let Sizes { batch, rows, keys, heads, kv_heads, size } = sizes;
+        check_heads(heads, kv_heads)?;
         // What reaches as far as there are keys is no bound.
         let [left, right] = window.map(|side| side.filter(|n| *n < keys.max(rows)));
         let layer =
