@@ -19,18 +19,17 @@ const TARGETS: [&str; 5] = ["sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_120a"];
 /// Hot entries, without their element type, that lack a few registers on a GPU, and the most bytes
 /// that they spill there, stored and loaded together. On `sm_90` such a kernel was measured, and is
 /// faster than the one of eight warps that does not spill (`docs/results/2026-11-26-h100-ampere`);
-/// on the others none was. What a device gets has constants in its text: quantized decode kernels
-/// of any format and scales, decode kernels that take masks over the new tokens and every type of
-/// output, those that mask keys of blocks outside of
-/// the cache, and kernels that append to a quantized cache of any format on Hopper spill nothing
-/// then (`crates/gqa-host/tests/suite/folded.rs`, `docs/results/2026-11-28-h200-constants`). On
-/// `sm_75` copies to shared memory go through registers. Products of float8 at head size 256 spill
-/// where a tile is masked or ends a work tile, and not in the loop. GPUs of `sm_120` lack the
-/// shared memory for `tiled_tma`, and those of `sm_89` for two blocks of 64 keys.
-/// `append_dequantized` and `paged_append` have four blocks to an SM, which on Hopper is faster
-/// even with spills than three are without (`docs/results/2026-11-28-h200-float8-keys`,
-/// `2026-11-28-h200-batches`).
-const SPILLS: [(&str, &str, u32); 92] = [
+/// on the others none was. What a device gets has constants in its text: decode kernels that take
+/// strides of a paged cache, masks over the new tokens and every type of output, those over
+/// quantized values but for two of 4 bits, and kernels that append to a paged cache on Hopper spill
+/// nothing then (`crates/gqa-host/tests/suite/folded.rs`, which lists the two,
+/// `docs/results/2026-11-28-h200-constants`). On `sm_75` copies to shared memory go through
+/// registers. Products of float8 at head size 256 spill where a tile is masked or ends a work tile,
+/// and not in the loop. GPUs of `sm_120` lack the shared memory for `tiled_tma`, and those of
+/// `sm_89` for two blocks of 64 keys. `append_dequantized` and `paged_append` have four CTAs to an
+/// SM, which on Hopper is faster even with spills than three are without
+/// (`docs/results/2026-11-28-h200-float8-keys`, `2026-11-28-h200-batches`).
+const SPILLS: [(&str, &str, u32); 93] = [
     ("gqa_append_dequantized", "sm_75", 128),
     ("gqa_append_dequantized", "sm_80", 128),
     ("gqa_append_dequantized", "sm_89", 128),
@@ -53,7 +52,7 @@ const SPILLS: [(&str, &str, u32); 92] = [
     ("gqa_decode_i4_d256_r16", "sm_89", 72),
     ("gqa_decode_paged_d128_r32", "sm_80", 8),
     ("gqa_decode_paged_d128_r32", "sm_89", 8),
-    ("gqa_decode_paged_d128_r32", "sm_90", 8),
+    ("gqa_decode_paged_d128_r32", "sm_90", 16),
     ("gqa_decode_paged_d128_r32", "sm_100a", 48),
     ("gqa_decode_paged_d128_r32", "sm_103a", 56),
     ("gqa_decode_paged_d128_r32_w4", "sm_89", 8),
@@ -72,17 +71,17 @@ const SPILLS: [(&str, &str, u32); 92] = [
     ("gqa_decode_paged_i4_d256_r16", "sm_103a", 64),
     ("gqa_decode_paged_i4_d256_r16", "sm_120a", 88),
     ("gqa_decode_paged_padded_d256_r8_w4", "sm_120a", 80),
-    ("gqa_decode_paged_q8_d256_r8", "sm_80", 24),
-    ("gqa_decode_paged_q8_d256_r8", "sm_89", 24),
-    ("gqa_decode_paged_q8_d256_r8", "sm_90", 40),
-    ("gqa_decode_paged_q8_d256_r8", "sm_100a", 40),
-    ("gqa_decode_paged_q8_d256_r8", "sm_103a", 40),
+    ("gqa_decode_paged_q8_d256_r8", "sm_80", 40),
+    ("gqa_decode_paged_q8_d256_r8", "sm_89", 40),
+    ("gqa_decode_paged_q8_d256_r8", "sm_90", 56),
+    ("gqa_decode_paged_q8_d256_r8", "sm_100a", 56),
+    ("gqa_decode_paged_q8_d256_r8", "sm_103a", 56),
     ("gqa_decode_paged_q8_d256_r8", "sm_120a", 108),
-    ("gqa_decode_paged_q8_d256_r8_w4", "sm_80", 8),
-    ("gqa_decode_paged_q8_d256_r8_w4", "sm_89", 8),
-    ("gqa_decode_paged_q8_d256_r8_w4", "sm_90", 40),
-    ("gqa_decode_paged_q8_d256_r8_w4", "sm_100a", 40),
-    ("gqa_decode_paged_q8_d256_r8_w4", "sm_103a", 40),
+    ("gqa_decode_paged_q8_d256_r8_w4", "sm_80", 16),
+    ("gqa_decode_paged_q8_d256_r8_w4", "sm_89", 16),
+    ("gqa_decode_paged_q8_d256_r8_w4", "sm_90", 56),
+    ("gqa_decode_paged_q8_d256_r8_w4", "sm_100a", 56),
+    ("gqa_decode_paged_q8_d256_r8_w4", "sm_103a", 56),
     ("gqa_decode_paged_q8_d256_r8_w4", "sm_120a", 140),
     ("gqa_decode_q8_d128_r8", "sm_80", 8),
     ("gqa_decode_q8_d256_r8", "sm_90", 24),
@@ -95,14 +94,15 @@ const SPILLS: [(&str, &str, u32); 92] = [
     ("gqa_hopper_paged_d192", "sm_90a", 12),
     ("gqa_hopper_paged_quantized_d128", "sm_90a", 16),
     ("gqa_hopper_paged_quantized_f8_d128", "sm_90a", 96),
-    ("gqa_paged_append", "sm_75", 20),
-    ("gqa_paged_append", "sm_80", 8),
-    ("gqa_paged_append", "sm_89", 8),
-    ("gqa_paged_append", "sm_90a", 8),
-    ("gqa_paged_append", "sm_100a", 8),
-    ("gqa_paged_append", "sm_103a", 8),
-    ("gqa_paged_append", "sm_120a", 8),
-    ("gqa_paged_append_quantized", "sm_120a", 16),
+    ("gqa_paged_append", "sm_75", 28),
+    ("gqa_paged_append", "sm_80", 28),
+    ("gqa_paged_append", "sm_89", 28),
+    ("gqa_paged_append", "sm_90a", 28),
+    ("gqa_paged_append", "sm_100a", 28),
+    ("gqa_paged_append", "sm_103a", 28),
+    ("gqa_paged_append", "sm_120a", 28),
+    ("gqa_paged_append_quantized", "sm_90a", 20),
+    ("gqa_paged_append_quantized", "sm_120a", 60),
     ("gqa_paged_gaps_f32", "sm_75", 160),
     ("gqa_paged_gaps_f32", "sm_80", 144),
     ("gqa_paged_gaps_f32", "sm_89", 144),
@@ -114,7 +114,7 @@ const SPILLS: [(&str, &str, u32); 92] = [
     ("gqa_tiled_masked_d128", "sm_89", 24),
     ("gqa_tiled_masked_d256", "sm_120a", 16),
     ("gqa_tiled_paged_d128", "sm_80", 12),
-    ("gqa_tiled_paged_d128", "sm_89", 12),
+    ("gqa_tiled_paged_d128", "sm_89", 24),
     ("gqa_tiled_paged_d256", "sm_89", 40),
     ("gqa_tiled_paged_d256", "sm_90a", 40),
     ("gqa_tiled_paged_d256", "sm_103a", 12),
@@ -249,7 +249,9 @@ fn judge(reports: &[Assembled]) -> Result<()> {
     let problems: Vec<String> = reports.iter().flat_map(problems).collect();
     if problems.is_empty() {
         let entries: usize = reports.iter().map(|assembled| assembled.report.usage.len()).sum();
-        println!("{entries} assemblies, no spills, stack frames or C75xx warnings in hot entries");
+        println!(
+            "{entries} assemblies; no hot entry spills more than is listed, or has a C75xx warning"
+        );
         return Ok(());
     }
     bail!("hot entries must stay in registers:\n  {}", problems.join("\n  "))
