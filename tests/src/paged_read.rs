@@ -12,7 +12,9 @@ use gqa_host::backend::{Backend, Io, Machine};
 use gqa_host::engine::{Heads, Layer, Paged, Rope};
 use gqa_host::plan::{PlanOptions, TensorId, Tensors, plan};
 use gqa_host::reference::Reference;
-use gqa_host::{DType, Problem, QuantFormat, Quantization, Result, Scales, Sink, Tensor};
+use gqa_host::{
+    DType, Problem, QuantFormat, Quantization, Result, RowStrides, Scales, Sink, Tensor,
+};
 use ndarray::{Array2, ArrayD, Axis, arr1};
 use proptest::prelude::*;
 use rand::rngs::SmallRng;
@@ -50,8 +52,37 @@ pub struct PagedReadCase {
     pub appends: bool,
     /// As many tokens of a sequence are computed, because the call says that none has more.
     pub bound: Option<usize>,
+    /// The cache is a strided view.
+    pub view: Option<CacheView>,
     /// Of all data.
     pub seed: u64,
+}
+
+/// A strided view of a cache.
+#[derive(Clone, Copy, Debug)]
+pub struct CacheView {
+    /// Within a block (KV head, row) rather than (row, KV head).
+    pub heads_outside: bool,
+    /// Units of 16 bytes that are not the cache's: behind each row of a head, behind as many of
+    /// these as there are heads or rows, and behind each block.
+    pub apart: [usize; 3],
+}
+
+impl CacheView {
+    fn any() -> impl Strategy<Value = Self> {
+        (any::<bool>(), [0..=3usize, 0..=2, 0..=2])
+            .prop_map(|(heads_outside, apart)| Self { heads_outside, apart })
+    }
+
+    /// Strides in elements of `dtype`, for heads of `width` elements.
+    fn strides(&self, dtype: DType, [heads, rows, width]: [usize; 3]) -> RowStrides {
+        let [inside, outside, behind] = self.apart.map(|units| units * 16 / dtype.size());
+        let first = width + inside;
+        let second = first * if self.heads_outside { rows } else { heads } + outside;
+        let batch = second * if self.heads_outside { heads } else { rows } + behind;
+        let [head, row] = if self.heads_outside { [second, first] } else { [first, second] };
+        RowStrides { batch, head, row }
+    }
 }
 
 /// Calls of these types and head sizes, in which sequences have up to `tokens` tokens each.
@@ -70,9 +101,11 @@ pub fn paged_reads(
     let quantized = prop::option::weighted(0.3, how);
     let window = prop::option::weighted(0.3, 1..=tokens);
     let block_size = prop::sample::select(vec![16usize, 32, 64]);
-    (dtype, heads, sequences, block_size, quantized, window, any::<[bool; 5]>(), any::<u64>())
+    let blocks = (block_size, prop::option::of(CacheView::any()));
+    (dtype, heads, sequences, blocks, quantized, window, any::<[bool; 5]>(), any::<u64>())
         .prop_map(
-            |(dtype, (kv, group, size), sequences, block_size, quantized, window, flags, seed)| {
+            |(dtype, (kv, group, size), sequences, blocks, quantized, window, flags, seed)| {
+                let (block_size, view) = blocks;
                 let [counts_new, tree_mask, rotates, head_sink, lse] = flags;
                 let mut sequences: Vec<_> =
                     sequences.into_iter().map(|(keys, new)| [keys, new]).collect();
@@ -95,6 +128,7 @@ pub fn paged_reads(
                     gaps: false,
                     appends: false,
                     bound: None,
+                    view,
                     seed,
                 }
             },
@@ -112,14 +146,7 @@ pub fn cut_off(cases: BoxedStrategy<PagedReadCase>) -> BoxedStrategy<PagedReadCa
         }
         let bound = (share * case.most_tokens() as f64) as usize;
         // A token may see later ones in a tree.
-        // As many tokens as sequences and a bound of 1 say that each sequence has one token.
-        let tokens: usize = case.sequences.iter().map(|[_, new]| new).sum();
-        let least = if tokens == case.sequences.len() { 2 } else { 1 };
-        PagedReadCase {
-            bound: Some(bound.max(least).min(case.most_tokens().max(1))),
-            tree_mask: false,
-            ..case
-        }
+        PagedReadCase { bound: Some(bound.max(1)), tree_mask: false, ..case }
     };
     (cases, any::<bool>(), 0.0..=1.0).prop_map(cut).boxed()
 }
@@ -144,6 +171,15 @@ pub fn reads_with_gaps(cases: BoxedStrategy<PagedReadCase>) -> BoxedStrategy<Pag
 }
 
 impl PagedReadCase {
+    fn strides(&self, view: CacheView) -> RowStrides {
+        let [_, kv_heads, size] = self.heads;
+        let (dtype, per_element) = match self.quantized {
+            Some(how) => (how.dtype(), how.codes_per_element()),
+            None => (self.dtype, 1),
+        };
+        view.strides(dtype, [kv_heads, self.block_size, size / per_element])
+    }
+
     fn tokens(&self) -> usize {
         self.sequences.iter().map(|[_, new]| new).sum()
     }
@@ -329,6 +365,12 @@ impl Parity for PagedReadCase {
         let call = if self.appends { call } else { call.appended() };
         let call = if self.counts_new { call.total_lengths() } else { call };
         let call = if self.tree_mask { call.tree_mask() } else { call };
+        // Rows that have scales lie side by side.
+        let by_token = self.quantized.is_some_and(|how| how.scales == Scales::PerToken);
+        let call = match self.view.filter(|_| !by_token) {
+            Some(view) => call.cache_strides(self.strides(view)),
+            None => call,
+        };
         self.layer().paged(if self.lse { call.log_sum_exp() } else { call })
     }
 

@@ -115,7 +115,12 @@ fn decode_steps() -> Vec<(&'static str, Problem)> {
     let int8 = Quantization { format: QuantFormat::Int8, scales: Scales::PerTensor };
     let dense = |layer: Layer| layer.dense(Dense::decode(8, 8192)).unwrap();
     let paged = |layer: Layer, tokens| {
-        let call = Paged::new(8, 8 * tokens, [4096, 16, 512]).most_tokens(tokens).longest(8192);
+        let cache = [4096, 16, 512];
+        let call = match tokens {
+            1 => Paged::decode(8, cache),
+            _ => Paged::new(8, 8 * tokens, cache).most_tokens(tokens),
+        };
+        let call = call.longest(8192);
         layer.paged(call).unwrap()
     };
     let (bf16, f32) = (DType::BF16, DType::F32);

@@ -230,6 +230,21 @@ layer!(
     HopperParams; hopper.attention.k in Strides; hopper.attention.v in Strides
 );
 
+/// How far rows of a paged KV cache are apart, in units that divide the strides of blocks and rows:
+/// a number of 32 bits then tells each row's place. Of a contiguous cache the unit is a row.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
+pub struct PageSteps {
+    /// Units from one block to the next.
+    pub block: u32,
+    /// Units from one row of a block to the next.
+    pub row: u32,
+    /// Elements of a unit.
+    pub unit: u32,
+    /// Keeps the size a multiple of 8 without hidden padding.
+    pub reserved: u32,
+}
+
 /// Scalars of `tiled` where the cache consists of blocks, each a power of two of rows.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
@@ -239,6 +254,8 @@ pub struct PagedTiledParams {
     pub attention: AttentionParams,
     /// Rotary embedding of queries; `dim` 0 where they are rotated already.
     pub rotary: RotaryParams,
+    /// How far rows of the cache are apart.
+    pub steps: PageSteps,
     /// Tokens of all sequences.
     pub tokens: u32,
     /// Blocks of a sequence: columns of block_table.
@@ -254,7 +271,7 @@ pub struct PagedTiledParams {
 }
 
 layer!(
-    PagedTiledParams fixes log_block_size, counts_new; attention in AttentionParams; attention.k in
+    PagedTiledParams fixes steps, log_block_size, counts_new; attention in AttentionParams; attention.k in
     Strides; attention.v in Strides; rotary in RotaryParams
 );
 
@@ -532,6 +549,9 @@ pub struct PagedParams {
     pub k: Strides,
     /// Strides of the new values given, likewise.
     pub v: Strides,
+    /// Strides of k_cache and v_cache in bytes, below 2^32 for heads and rows; a batch entry is a
+    /// block.
+    pub cache: Strides,
     /// Rotary embedding.
     pub rotary: RotaryParams,
     /// Sequences.
@@ -576,8 +596,8 @@ pub struct PagedParams {
 
 layer!(
     PagedParams fixes q_heads, kv_heads, head_size, row_vectors, block_size, moves_queries, scales,
-    by_token, window, counts_new, format; q in Strides; k in Strides; v in Strides; rotary in
-    RotaryParams
+    by_token, window, counts_new, format, cache; q in Strides; k in Strides; v in Strides; rotary
+    in RotaryParams
 );
 
 /// Scalars of `paged_gaps`.
@@ -681,6 +701,8 @@ pub struct PagedDecodeParams {
     /// The step: `q_len` is the most tokens of a sequence that it takes, batch strides are 0.
     /// Nothing is asked for ahead.
     pub decode: DecodeParams,
+    /// How far rows of the cache are apart.
+    pub steps: PageSteps,
     /// Blocks of a sequence: columns of block_table.
     pub per_sequence: u32,
     /// Logarithm of a block's rows, 16 or more.
@@ -696,8 +718,8 @@ pub struct PagedDecodeParams {
 }
 
 layer!(
-    PagedDecodeParams fixes log_block_size, counts_new; decode in DecodeParams; decode.attention.k
-    in Strides; decode.attention.v in Strides
+    PagedDecodeParams fixes steps, log_block_size, counts_new; decode in DecodeParams;
+    decode.attention.k in Strides; decode.attention.v in Strides
 );
 
 const _: () = assert!(size_of::<AttentionParams>() == 5 * 24 + 16 * 4);
@@ -708,14 +730,14 @@ const _: () =
     assert!(size_of::<Float8OperandsParams>() == size_of::<AttentionParams>() + 2 * 24 + 8 * 4);
 const _: () = assert!(size_of::<PagedHopperParams>() == size_of::<HopperParams>() + 10 * 4);
 const _: () =
-    assert!(size_of::<PagedTiledParams>() == size_of::<AttentionParams>() + 4 * 4 + 6 * 4);
+    assert!(size_of::<PagedTiledParams>() == size_of::<AttentionParams>() + 4 * 4 + 16 + 6 * 4);
 const _: () = assert!(size_of::<QuantizedHopperParams>() == size_of::<HopperParams>() + 2 * 4);
 const _: () =
     assert!(size_of::<QuantizedPagedHopperParams>() == size_of::<PagedHopperParams>() + 2 * 4);
 const _: () = assert!(size_of::<DecodeParams>() == size_of::<AttentionParams>() + 2 * 24 + 14 * 4);
 const _: () = assert!(size_of::<PrologueParams>() == 6 * 24 + 16 * 4);
-const _: () = assert!(size_of::<PagedDecodeParams>() == size_of::<DecodeParams>() + 6 * 4);
-const _: () = assert!(size_of::<PagedParams>() == 3 * 24 + 22 * 4);
+const _: () = assert!(size_of::<PagedDecodeParams>() == size_of::<DecodeParams>() + 16 + 6 * 4);
+const _: () = assert!(size_of::<PagedParams>() == 4 * 24 + 22 * 4);
 const _: () = assert!(size_of::<ScatterParams>() == 2 * 24 + 6 * 4);
 const _: () = assert!(size_of::<QuantizeOutputParams>() == 2 * 24 + 4 * 4);
 const _: () = assert!(size_of::<RollingBiasParams>() == 24 + size_of::<RollingParams>() + 3 * 4);

@@ -133,12 +133,14 @@ tensors! {
     };
     /// present_key
     PresentKey: "present_key", Cache, |p| {
-        spec(p.has_present(), p.key_cache_dtype(), p.key_cache_shape(p.capacity))
+        let shape = p.key_cache_shape(p.capacity);
+        Some(spec(p.has_present(), p.key_cache_dtype(), shape)?.strided(p.strided.pages))
     };
     /// present_value
     PresentValue: "present_value", Cache, |p| {
         let is_there = p.has_present() && has_values(p);
-        spec(is_there, p.value_cache_dtype(), p.value_cache_shape(p.capacity))
+        let shape = p.value_cache_shape(p.capacity);
+        Some(spec(is_there, p.value_cache_dtype(), shape)?.strided(p.strided.pages))
     };
     /// output_qk
     OutputQk: "output_qk", Output, |p| {
@@ -182,10 +184,23 @@ fn rotations(p: &Problem) -> Option<TensorSpec> {
 }
 
 impl TensorId {
-    /// Batch entries, heads, rows and head size of query, key, value or output. Over a paged KV
-    /// cache all tokens are rows of one batch entry.
+    /// Batch entries, heads, rows and head size of query, key, value or output, or of a KV cache.
+    /// Over a paged KV cache all tokens are rows of one batch entry, and a block of the cache is a
+    /// batch entry.
     pub fn row_dims(self, p: &Problem) -> [usize; 4] {
         match self {
+            Self::PresentKey | Self::PresentValue => {
+                let [batch, heads, rows, size] = match self {
+                    Self::PresentKey => p.key_cache_shape(p.capacity),
+                    _ => p.value_cache_shape(p.capacity),
+                };
+                // (block, row, KV head, head size)
+                if p.pages.is_some() {
+                    [batch, rows, heads, size]
+                } else {
+                    [batch, heads, rows, size]
+                }
+            }
             Self::Query => p.row_dims(p.q_heads, p.q_len, p.head_size),
             Self::Key => p.row_dims(p.kv_heads, p.new_len, p.head_size),
             Self::Value => p.row_dims(p.kv_heads, p.new_len, p.v_head_size),

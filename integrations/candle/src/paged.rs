@@ -128,9 +128,13 @@ impl PagedKvCache {
             check_type(name, tensor, self.dtype)?;
         }
         let [block_size, per_sequence] = [self.tables.block_size(), grown.per_sequence];
-        let call = Paged::new(batch.len(), tokens, [self.blocks, block_size, per_sequence])
-            .most_tokens(batch.iter().map(|(_, tokens)| *tokens).max().unwrap_or_default())
-            .longest(grown.longest);
+        let cache = [self.blocks, block_size, per_sequence];
+        let most = batch.iter().map(|(_, tokens)| *tokens).max().unwrap_or_default();
+        let call = match batch.iter().all(|(_, tokens)| *tokens == 1) {
+            true => Paged::decode(batch.len(), cache),
+            false => Paged::new(batch.len(), tokens, cache).most_tokens(most),
+        };
+        let call = call.longest(grown.longest);
         let problem = self.attention.layer(self.dtype)?.paged(call).map_err(ours)?;
         let step = Step {
             problem: &problem,

@@ -97,15 +97,18 @@ impl Machine for Sim {
         let inputs = TensorId::ALL
             .into_iter()
             .filter_map(|id| Some((id, strided::scattered(plan.problem(), id, io.input(id)?)?)));
-        let (inputs, mut output) = (inputs.collect::<Vec<_>>(), strided::output(plan.problem()));
+        let inputs = inputs.collect::<Vec<_>>();
+        let mut outputs = strided::outputs(plan.problem(), io);
         let memory = Memory::new(io, shared, bytemuck::cast_slice_mut(&mut workspace))?
             .with_counters(bytemuck::cast_slice_mut(&mut counters))
-            .with_strided(&inputs, output.as_deref_mut());
+            .with_strided(&inputs, &mut outputs);
         for number in order(plan.launches()) {
             self.launch(&plan.launches()[number], &memory, |arg| prefetches(plan, number, arg))?;
         }
-        if let Some(output) = output {
-            strided::gather(plan.problem(), output, io)?;
+        for (id, memory) in outputs {
+            if let Some((_, tensor)) = io.outputs().find(|(output, _)| *output == id) {
+                strided::gather(plan.problem(), id, memory, tensor)?;
+            }
         }
         match counters.iter().position(|&count| count != 0) {
             Some(i) => Err(Error::machine(CounterLeft { counter: i, value: counters[i] })),
@@ -214,16 +217,16 @@ impl<'a> Memory<'a> {
     fn with_strided(
         mut self,
         inputs: &'a [(TensorId, Vec<u8>)],
-        output: Option<&'a mut [u8]>,
+        outputs: &'a mut [(TensorId, Vec<u8>)],
     ) -> Self {
         for (id, bytes) in &mut self.inputs {
             if let Some((_, strided)) = inputs.iter().find(|(strided, _)| strided == id) {
                 *bytes = strided;
             }
         }
-        if let Some(strided) = output {
-            self.outputs.retain(|(id, _)| *id != TensorId::Output);
-            self.outputs.push((TensorId::Output, Cell::from_mut(strided).as_slice_of_cells()));
+        for (id, strided) in outputs {
+            self.outputs.retain(|(output, _)| output != id);
+            self.outputs.push((*id, Cell::from_mut(&mut strided[..]).as_slice_of_cells()));
         }
         self
     }

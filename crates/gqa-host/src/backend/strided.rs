@@ -2,7 +2,7 @@
 
 use super::Io;
 use gqa_plan::plan::TensorId;
-use gqa_plan::{Problem, RowLayout, Strided};
+use gqa_plan::{Problem, RowLayout, RowStrides, Strided};
 use gqa_tensor::POISON;
 use gqa_tensor::{Error, Result, Tensor};
 
@@ -17,12 +17,19 @@ struct Rows {
 impl Rows {
     /// Of a tensor that the problem wants strided.
     fn of(p: &Problem, id: TensorId) -> Option<Self> {
-        let (dense, Strided { query, key, value, output, .. }) = (p.contiguous(), p.strided);
+        let (dense, Strided { query, key, value, output, pages }) = (p.contiguous(), p.strided);
+        let of_pages = |p: &Problem| {
+            let RowStrides { batch, head, row } = p.pages_strides(p.pages?);
+            Some(RowLayout { offset: 0, batch, head, row })
+        };
         let (strides, element, strided, contiguous) = match id {
             TensorId::Query => (query, p.dtype, p.query_layout(), dense.query_layout()),
             TensorId::Key => (key, p.dtype, p.key_layout(), dense.key_layout()),
             TensorId::Value => (value, p.v_dtype, p.value_layout(), dense.value_layout()),
             TensorId::Output => (output, p.out_dtype, p.output_layout(), dense.output_layout()),
+            TensorId::PresentKey | TensorId::PresentValue => {
+                (pages, p.key_cache_dtype(), of_pages(p)?, of_pages(&dense)?)
+            }
             _ => return None,
         };
         let dims = id.row_dims(p);
@@ -31,7 +38,7 @@ impl Rows {
 
     /// Poisoned memory for the strided tensor.
     fn memory(&self) -> Vec<u8> {
-        let strides = gqa_plan::RowStrides::from(self.strided);
+        let strides = RowStrides::from(self.strided);
         vec![POISON; strides.extent(self.dims).unwrap_or_default() * self.element]
     }
 
@@ -48,7 +55,7 @@ impl Rows {
     }
 }
 
-/// An input with the problem's strides; `None` where it is contiguous.
+/// A tensor with the problem's strides; `None` where it is contiguous.
 pub(super) fn scattered(p: &Problem, id: TensorId, tensor: &Tensor) -> Option<Vec<u8>> {
     let rows = Rows::of(p, id)?;
     let (mut memory, bytes) = (rows.memory(), tensor.bytes());
@@ -56,15 +63,26 @@ pub(super) fn scattered(p: &Problem, id: TensorId, tensor: &Tensor) -> Option<Ve
     Some(memory)
 }
 
-/// Memory for the output with the problem's strides; `None` where it is contiguous.
-pub(super) fn output(p: &Problem) -> Option<Vec<u8>> {
-    Rows::of(p, TensorId::Output).map(|rows| rows.memory())
+/// The strided outputs: poisoned memory for the output, and what a paged KV cache holds.
+pub(super) fn outputs(p: &Problem, io: &Io<'_>) -> Vec<(TensorId, Vec<u8>)> {
+    let output = Rows::of(p, TensorId::Output).map(|rows| rows.memory());
+    let outputs = [
+        (TensorId::Output, output),
+        (TensorId::PresentKey, scattered(p, TensorId::PresentKey, io.present_key)),
+        (TensorId::PresentValue, scattered(p, TensorId::PresentValue, io.present_value)),
+    ];
+    outputs.into_iter().filter_map(|(id, memory)| Some((id, memory?))).collect()
 }
 
-/// Copies the strided output into the call's. Errs where a kernel wrote between rows.
-pub(super) fn gather(p: &Problem, mut memory: Vec<u8>, io: &mut Io<'_>) -> Result<()> {
-    let Some(rows) = Rows::of(p, TensorId::Output) else { return Ok(()) };
-    let bytes = io.output.bytes_mut()?;
+/// Copies a strided output into the call's tensor. Errs where a kernel wrote between rows.
+pub(super) fn gather(
+    p: &Problem,
+    id: TensorId,
+    mut memory: Vec<u8>,
+    tensor: &mut Tensor,
+) -> Result<()> {
+    let Some(rows) = Rows::of(p, id) else { return Ok(()) };
+    let bytes = tensor.bytes_mut()?;
     rows.for_each(|from, to, n| {
         bytes[to..to + n].copy_from_slice(&memory[from..from + n]);
         memory[from..from + n].fill(POISON);
@@ -72,5 +90,5 @@ pub(super) fn gather(p: &Problem, mut memory: Vec<u8>, io: &mut Io<'_>) -> Resul
     if memory.iter().all(|&byte| byte == POISON) {
         return Ok(());
     }
-    Err(Error::invalid("output", "bytes written between its rows", "none"))
+    Err(Error::invalid(id.name(), "bytes written between its rows", "none"))
 }

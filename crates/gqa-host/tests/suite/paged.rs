@@ -125,6 +125,7 @@ fn legal_calls_become_problems() {
         per_sequence: 3,
         slots: false,
         counts_new: false,
+        one_each: false,
     };
     assert_eq!(p.pages, Some(pages));
     assert_eq!(p.output_shape(), [4, 64]);

@@ -136,7 +136,7 @@ fn query_key_and_value_may_have_strides() {
         query: Some(query_strides),
         key: Some(key_strides),
         value: Some(value_strides),
-        output: None,
+        ..Strided::default()
     };
     let inputs = Tensors::default()
         .with(TensorId::Query, TensorView::F32(&query))

@@ -7,13 +7,13 @@
 //! without tokens.
 //!
 //! One thread has a vector of each of four rows. Tensors: k_cache, v_cache (block, row, KV head,
-//! head size), quantized values in half words; k_scale, v_scale of one element, (KV head), (KV
+//! head size) with strides, quantized values in half words; k_scale, v_scale of one element, (KV head), (KV
 //! head, head size) or (block, row, KV head); k, v (batch, [`blocks_of_sequence`] blocks, row, KV
 //! head, head size); table (batch, those blocks), of which entries behind the rows of a sequence
 //! stay as they are, as such rows do. Rows that no token sees are not read; they get the numbers of
 //! zero bytes.
 
-use super::paged::{Blocks, sequence_of};
+use super::paged::{Blocks, Place, sequence_of};
 use super::quantize::{load_vector, numbers};
 use super::walk::Walk;
 use crate::concept::pages::Sequence;
@@ -87,20 +87,18 @@ fn dequantize<T: Element, C: MmaCode>(
         let (cache, scales, to) =
             if is_key { (k_cache, k_scale, k) } else { (v_cache, v_scale, v) };
         let e = vector * T::PER_VEC;
-        let number = |row: u32| row as usize * p.kv_heads as usize + head as usize;
-        let start = |row| number(row) * p.head_size as usize;
-        let places: [Option<u32>; ROWS] = core::array::from_fn(|i| {
+        let places: [Option<Place>; ROWS] = core::array::from_fn(|i| {
             let row = first + i as u32;
             let seen = row < total && !sequence.is_hidden(row, p.window);
             if seen { blocks.row(p, b, row) } else { None }
         });
         let codes = places.map(|place| {
-            let codes = |place| cache.offset(start(place) * C::BITS as usize / 16);
+            let codes = |place: Place| cache.offset(place.byte(p, head) / 2);
             place.map_or([0; 2], |place| load_vector::<T, C>(e as usize, codes(place)))
         });
         let (per, by_row) = (ScalesPer::new(p.scales), are_of_rows(p.scales));
         let of_rows = places.map(|place| match place {
-            Some(place) if by_row => scales.load(number(place)),
+            Some(place) if by_row => scales.load(place.scale(p, head)),
             _ => 1.0,
         });
         let of_channels: [f32; 8] = core::array::from_fn(|i| {
@@ -110,7 +108,9 @@ fn dequantize<T: Element, C: MmaCode>(
             let row = first + i as u32;
             if row < total {
                 let vector = numbers::<T, C>(code, codes[i], |n| of_rows[i] * of_channels[n]);
-                to.store_vec(start(b * per_sequence * BLOCK + row) + e as usize, vector);
+                let row = (b * per_sequence * BLOCK + row) as usize * p.kv_heads as usize;
+                let start = (row + head as usize) * p.head_size as usize;
+                to.store_vec(start + e as usize, vector);
             }
         }
     }

@@ -16,7 +16,7 @@
 //! [`paged`](super::paged); tree_mask (tokens) or null; head_sink (query head); out (tokens, query
 //! head, head size); lse (query head, tokens) or null.
 
-use super::paged::{Blocks, sequence_of};
+use super::paged::{Blocks, Place, sequence_of};
 use super::rope::{Rope, pairs};
 use super::walk::Walk;
 use crate::attention::general::{warp_max, warp_sum};
@@ -192,7 +192,8 @@ impl<T: Element> Call<'_, T> {
                 return NOWHERE;
             }
         }
-        self.blocks.row(&self.p.paged, row.b, key).unwrap_or(NOWHERE)
+        let place = self.blocks.row(&self.p.paged, row.b, key);
+        place.map_or(NOWHERE, |place| place.number(&self.p.paged))
     }
 
     /// A warp's keys from `begin` on join the row's softmax, and their values from `column` on its
@@ -330,26 +331,27 @@ impl<T: Element> Cache<T> {
     /// Element `e` of a KV head's row at a place of the cache.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn load(&self, p: &PagedGapsParams, place: u32, head: u32, e: u32) -> f32 {
-        let PagedParams { kv_heads, head_size, scales, .. } = p.paged;
-        let row = place as usize * kv_heads as usize + head as usize;
-        let at = row * head_size as usize + e as usize;
+        let PagedParams { head_size, scales, .. } = p.paged;
+        let place = Place::of(&p.paged, place);
+        let start = place.byte(&p.paged, head);
         if self.codes.is_null() {
-            return self.elements.load(at).to_f32();
+            return self.elements.load(start / size_of::<T>() + e as usize).to_f32();
         }
         let scale = match are_of_rows(scales) {
-            true => row,
+            true => place.scale(&p.paged, head),
             false => ScalesPer::new(scales).number(head, head_size, e),
         };
-        self.decode(p.format, at) * self.scales.load(scale)
+        self.decode(p.format, start, e) * self.scales.load(scale)
     }
 
-    /// The quantized value of that number.
+    /// The quantized value of element `e` of a row that starts at byte `start`.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn decode(&self, format: u32, at: usize) -> f32 {
+    fn decode(&self, format: u32, start: usize, e: u32) -> f32 {
         if format == Format::Int4 as u32 {
-            return Int4.decode(u32::from(self.codes.load(at / 2)) >> (4 * (at % 2)));
+            let byte = self.codes.load(start + e as usize / 2);
+            return Int4.decode(u32::from(byte) >> (4 * (e % 2)));
         }
-        let code = u32::from(self.codes.load(at));
+        let code = u32::from(self.codes.load(start + e as usize));
         Bits8::of(format).decode(code)
     }
 }

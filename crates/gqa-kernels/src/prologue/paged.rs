@@ -17,7 +17,7 @@
 //!
 //! Tensors: q, k, v of tokens with their strides; starts (batch + 1); past_seqlens (batch);
 //! block_table (batch, per_sequence); slot_mapping (tokens) or null; k_cache, v_cache (block, row,
-//! KV head, head size), of quantized values in half words; k_scale, v_scale of one element, (KV
+//! KV head, head size) with strides, of quantized values in half words; k_scale, v_scale of one element, (KV
 //! head), (KV head, head size) or (block, row, KV head); q_out, rows, (batch, S, query head, head
 //! size); present_k, present_v (batch, KV head, capacity, head size) and scales of their rows, or
 //! null; lengths (batch); out (tokens, query head, head size); row_lse (batch, query head, S) and
@@ -30,8 +30,8 @@ use super::row_scales::{NewRow, each_row, lanes};
 use super::walk::Walk;
 use crate::concept::pages::{Length, Sequence};
 use crate::concept::scales::{ScalesPer, are_of_rows};
-use crate::num::{Code, Divisor, Element};
-use crate::params::PagedParams;
+use crate::num::{Code, Divisor, Element, quotient};
+use crate::params::{PagedParams, Strides};
 use crate::simt::Global;
 
 /// Where the rows of batch entry `b` are.
@@ -67,6 +67,44 @@ fn owner_of(p: &PagedParams, starts: Global<i32>, token: u32) -> (u32, u32) {
     (low, token.saturating_sub(start(low)))
 }
 
+/// A row of the cache.
+#[derive(Clone, Copy)]
+pub(super) struct Place {
+    block: u32,
+    /// Within the block.
+    row: u32,
+}
+
+impl Place {
+    /// The row of that number, counted through all blocks.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub fn of(p: &PagedParams, number: u32) -> Self {
+        let block = quotient(number, p.block_size);
+        Self { block, row: number - block * p.block_size }
+    }
+
+    /// Its number.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub fn number(self, p: &PagedParams) -> u32 {
+        self.block * p.block_size + self.row
+    }
+
+    /// The byte of k_cache and v_cache where a KV head's row begins.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub fn byte(self, p: &PagedParams, head: u32) -> usize {
+        let step = |n: u32, bytes: u64| u64::from(n) * u64::from(bytes as u32);
+        let Strides { batch: block, head: of_head, row } = p.cache;
+        let start = u64::from(self.block) * block;
+        (start + step(head, of_head) + step(self.row, row)) as usize
+    }
+
+    /// Index of the scale of a KV head's row.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub fn scale(self, p: &PagedParams, head: u32) -> usize {
+        self.number(p) as usize * p.kv_heads as usize + head as usize
+    }
+}
+
 /// Rows of the cache.
 #[derive(Clone, Copy)]
 pub(super) struct Blocks {
@@ -76,11 +114,11 @@ pub(super) struct Blocks {
 }
 
 impl Blocks {
-    /// The row of the cache, through all blocks, that has row `row` of batch entry `b`.
+    /// The row of the cache that has row `row` of batch entry `b`.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub fn row(self, p: &PagedParams, b: u32, row: u32) -> Option<u32> {
+    pub fn row(self, p: &PagedParams, b: u32, row: u32) -> Option<Place> {
         let block = self.entry(p, b, row / p.block_size);
-        (block < p.blocks).then(|| block * p.block_size + row % p.block_size)
+        (block < p.blocks).then(|| Place { block, row: row % p.block_size })
     }
 
     /// Entry `nth` of a sequence's row of the table; `p.blocks` or more where it leads outside of
@@ -92,12 +130,13 @@ impl Blocks {
 
     /// The one that takes token `i` of a sequence.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn slot(self, p: &PagedParams, b: u32, sequence: Sequence, i: u32) -> Option<u32> {
+    fn slot(self, p: &PagedParams, b: u32, sequence: Sequence, i: u32) -> Option<Place> {
         if self.slot_mapping.is_null() {
             return self.row(p, b, sequence.position(i)?);
         }
         let slot = self.slot_mapping.load((sequence.start + i) as usize);
-        (slot >= 0 && (slot as u32) < p.blocks * p.block_size).then_some(slot as u32)
+        let exists = slot >= 0 && (slot as u32) < p.blocks * p.block_size;
+        exists.then(|| Place::of(p, slot as u32))
     }
 }
 
@@ -144,7 +183,7 @@ pub fn paged_append<T: Element>(
     let call = New { q, k, v, rope, starts, past_seqlens, q_out };
     call.append(&p, Blocks { table: block_table, slot_mapping }, |row, is_key, e, vector| {
         let cache = if is_key { k_cache } else { v_cache };
-        cache.store_vec(row.number(&p) * p.head_size as usize + e, vector);
+        cache.store_vec(row.byte(&p) / size_of::<T>() + e, vector);
     });
 }
 
@@ -178,16 +217,14 @@ pub fn paged_append_quantized<T: Element>(
 /// A KV head's row of the cache.
 #[derive(Clone, Copy)]
 struct Row {
-    /// Through all blocks.
-    row: u32,
+    place: Place,
     head: u32,
 }
 
 impl Row {
-    /// Its number among all heads' rows.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn number(self, p: &PagedParams) -> usize {
-        self.row as usize * p.kv_heads as usize + self.head as usize
+    fn byte(self, p: &PagedParams) -> usize {
+        self.place.byte(p, self.head)
     }
 }
 
@@ -226,15 +263,15 @@ impl<T: Element> New<T> {
             if s >= sequence.of_at_least(p.least).new {
                 continue;
             }
-            let Some(row) = blocks.slot(p, b, sequence, s) else { continue };
+            let Some(place) = blocks.slot(p, b, sequence, s) else { continue };
             let (head, token) = (head - moved(p), sequence.start + s);
             if head < p.kv_heads {
                 let position = sequence.past.wrapping_add(s) as i64;
                 let from = (self.k, p.k.at(0, head, token));
-                let row = Row { row, head };
+                let row = Row { place, head };
                 self.rope.rotate_pair(from, at, position, |e, vector| store(row, true, e, vector));
             } else {
-                let row = Row { row, head: head - p.kv_heads };
+                let row = Row { place, head: head - p.kv_heads };
                 let from = (self.v, p.v.at(0, row.head, token));
                 let values = Unturned::load(from, 0, pair, p.head_size);
                 values.each(|e, vector| store(row, false, e, vector));
@@ -259,8 +296,7 @@ impl<T: Element> New<T> {
         self.append(p, blocks, |row, is_key, e, vector| {
             let scales = if is_key { k_scale } else { v_scale };
             let scales = scales.of_head(row.head, p.head_size);
-            let half_words = p.head_size as usize * C::BITS as usize / 16;
-            let to = cache.of(is_key).1.offset(row.number(p) * half_words);
+            let to = cache.of(is_key).1.offset(row.byte(p) / 2);
             store_vector::<T, C>(code, e, vector, &scales, to);
         });
     }
@@ -285,10 +321,9 @@ impl<T: Element> New<T> {
             let (scales, codes) = cache.of(is_key);
             let scale = code.row_scale(largest);
             if new.lane == 0 {
-                scales.store(to.number(p), scale);
+                scales.store(to.place.scale(p, to.head), scale);
             }
-            let half_words = p.head_size as usize * C::BITS as usize / 16;
-            let codes = codes.offset(to.number(p) * half_words);
+            let codes = codes.offset(to.byte(p) / 2);
             let scale = Divisor::new(scale);
             for e in new.elements() {
                 let vector = new.vector(&self.rope, e);
@@ -311,7 +346,7 @@ impl<T: Element> New<T> {
         if s >= sequence.of_at_least(p.least).new {
             return None;
         }
-        let row = blocks.slot(p, b, sequence, s)?;
+        let place = blocks.slot(p, b, sequence, s)?;
         let (is_key, token) = (head < p.kv_heads, sequence.start + s);
         let head = if is_key { head } else { head - p.kv_heads };
         let from = match is_key {
@@ -320,7 +355,7 @@ impl<T: Element> New<T> {
         };
         let position = is_key.then(|| sequence.past.wrapping_add(s) as i64);
         let new = NewRow { from, position, head_size: p.head_size, lane };
-        Some((new, (Row { row, head }, is_key)))
+        Some((new, (Row { place, head }, is_key)))
     }
 }
 
@@ -386,15 +421,14 @@ pub fn paged_gather(
         let hidden = sequence.is_hidden(row, p.window);
         let place = if hidden { None } else { blocks.row(&p, b, row) };
         let words = match place {
-            Some(place) => from.load_vec(byte(&p, [place, p.kv_heads, head], vector)),
+            Some(place) => from.load_vec(place.byte(&p, head) + 16 * vector as usize),
             None => [0; 4],
         };
         to.store_vec(byte(&p, [b * p.kv_heads + head, p.capacity, row], vector), words);
         if vector == 0 && !k_scale.is_null() {
             let (from, to) =
                 if is_key { (k_scale, present_k_scale) } else { (v_scale, present_v_scale) };
-            let number = |place| place as usize * p.kv_heads as usize + head as usize;
-            let scale = place.map_or(0.0, |place| from.load(number(place)));
+            let scale = place.map_or(0.0, |place| from.load(place.scale(&p, head)));
             to.store(((b * p.kv_heads + head) * p.capacity + row) as usize, scale);
         }
     }

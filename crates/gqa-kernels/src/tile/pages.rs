@@ -3,7 +3,7 @@
 
 use crate::concept::pages::{Length, Sequence};
 use crate::num::quotient;
-use crate::params::AttentionParams;
+use crate::params::{AttentionParams, PageSteps};
 use crate::simt::Global;
 
 /// The sequences of a call, whose tokens are packed one after the other.
@@ -75,10 +75,12 @@ pub struct BlockTable {
     pub log_rows: u32,
     /// The cache's last block.
     pub last: u32,
+    /// How far rows are apart.
+    pub steps: PageSteps,
 }
 
 /// Stands for a row outside of the cache, where the block table holds an index outside of it. No
-/// row of the cache has this bit; offsets added to it keep it.
+/// place in the cache has this bit.
 const NOWHERE: u32 = 1 << 31;
 
 /// Whether a place is a row of the cache. Other places are neither read nor written, and their keys
@@ -89,11 +91,18 @@ pub fn is_somewhere(place: u32) -> bool {
 }
 
 impl BlockTable {
-    /// Cache row of row `row` of the sequence, or a place for which [`is_somewhere`] is false.
+    /// Place of row `row` of the sequence, in units from the first row of the cache on, or a place
+    /// for which [`is_somewhere`] is false.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn place(self, row: u32) -> u32 {
         let block = self.entries.load((row >> self.log_rows) as usize) as u32;
         let within = row & ((1 << self.log_rows) - 1);
-        if block > self.last { NOWHERE } else { (block << self.log_rows) + within }
+        if block > self.last { NOWHERE } else { block * self.steps.block + within * self.steps.row }
+    }
+
+    /// Index of the first element of a place.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub fn element(self, place: u32) -> usize {
+        place as usize * self.steps.unit as usize
     }
 }

@@ -7,7 +7,7 @@ use gqa_kernels::attention::{decode, tiled};
 use gqa_kernels::num::{DType, Format, bf16};
 use gqa_kernels::params::scales::PER_TOKEN;
 use gqa_kernels::params::{
-    AttentionParams, DecodeParams, PagedDecodeParams, PagedGapsParams, PagedParams,
+    AttentionParams, DecodeParams, PageSteps, PagedDecodeParams, PagedGapsParams, PagedParams,
     PagedTiledParams, RotaryParams, Strides,
 };
 use gqa_kernels::prologue::dequantize;
@@ -35,8 +35,12 @@ proptest! {
         let strides = |heads: u32| {
             Strides { batch: 0, head: u64::from(head_size), row: u64::from(heads * head_size) }
         };
+        let cache = |bytes: u32| {
+            let [head, row] = [bytes, kv_heads * bytes].map(u64::from);
+            Strides { batch: u64::from(block_size) * row, head, row }
+        };
         let p = PagedParams {
-            q: strides(q_heads), k: strides(kv_heads), v: strides(kv_heads),
+            q: strides(q_heads), k: strides(kv_heads), v: strides(kv_heads), cache: cache(4 * head_size),
             rotary: RotaryParams { dim: 16, max_positions: 3, ..RotaryParams::default() },
             batch, q_heads, kv_heads, head_size, row_vectors: head_size / 4, q_len, tokens,
             capacity: (per_sequence * block_size).min(7), blocks, block_size, per_sequence,
@@ -60,6 +64,7 @@ proptest! {
             Arg::write(&mut k_cache), Arg::write(&mut v_cache), Arg::params(&p),
         ]).or_else(overlaps)?;
         let mut codes = [(); 2].map(|()| vec![0u16; k_cache.len() / 2]);
+        let of_codes = PagedParams { cache: cache(head_size), ..p };
         let [k_codes, v_codes] = &mut codes;
         let count = if by_row { blocks * block_size * kv_heads } else { 1 };
         let [mut k_scale, mut v_scale] = [(); 2].map(|()| vec![0.5f32; count as usize]);
@@ -67,7 +72,7 @@ proptest! {
         start(entry("paged_append_quantized", DType::F32), 2, seed, &[
             Arg::read(&q), Arg::read(&kv), Arg::read(&kv), Arg::read(&angles), Arg::read(&angles), Arg::null(), Arg::write(&mut k_scale),
             Arg::write(&mut v_scale), Arg::read(starts), Arg::read(past), Arg::read(table), slots(),
-            if moves { Arg::write(&mut padded) } else { Arg::null() }, Arg::write(k_codes), Arg::write(v_codes), Arg::params(&p),
+            if moves { Arg::write(&mut padded) } else { Arg::null() }, Arg::write(k_codes), Arg::write(v_codes), Arg::params(&of_codes),
         ]).or_else(overlaps)?;
         start(entry("paged_gather", DType::F32), 2, seed, &[
             Arg::read(starts), Arg::read(past), Arg::read(table), slots(), Arg::read(&k_cache), Arg::read(&v_cache),
@@ -80,7 +85,7 @@ proptest! {
         let ([mut k, mut v], mut tables) = ([values.clone(), values], vec![-7i32; numbers]);
         start(entry("paged_dequantize", DType::BF16), 2, seed, &[
             Arg::read(&k_scale), Arg::read(&v_scale), Arg::read(starts), Arg::read(past), Arg::read(table), Arg::read(&k_codes[..]),
-            Arg::read(&v_codes[..]), Arg::write(&mut k), Arg::write(&mut v), Arg::write(&mut tables), Arg::params(&p),
+            Arg::read(&v_codes[..]), Arg::write(&mut k), Arg::write(&mut v), Arg::write(&mut tables), Arg::params(&of_codes),
         ])?;
         prop_assert!((0..).zip(&tables).all(|(own, &table)| table == -7 || table == own));
         prop_assert!(lengths.iter().all(|&last| (-1..p.capacity as i32).contains(&last)));
@@ -89,7 +94,7 @@ proptest! {
             Arg::write(&mut lse), Arg::params(&p),
         ]).or_else(overlaps)?;
         let gaps = PagedGapsParams {
-            paged: PagedParams { least: 0, ..p }, format: Format::Int8 as u32, parts: 2, causal: has_slots.into(), sink: 0, scale: 0.25, softcap: 0.0,
+            paged: PagedParams { least: 0, ..if by_token { of_codes } else { p } }, format: Format::Int8 as u32, parts: 2, causal: has_slots.into(), sink: 0, scale: 0.25, softcap: 0.0,
         };
         let words = vec![-1i64; tokens as usize];
         let (has_codes, has_tree) = (by_token, moves && !has_slots);
@@ -134,7 +139,7 @@ proptest! {
                 new_len: if appends { q_len } else { 0 }, splits: 1, clusters: decode::clusters(&attention, height), rows: height,
                 at_a_time: 4, ..DecodeParams::zeroed()
             },
-            per_sequence, log_block_size: rows.ilog2(), blocks, tokens: tokens.max(batch), longest: q_len + more, counts_new: counts_new.into(),
+            steps: steps(rows, of_keys), per_sequence, log_block_size: rows.ilog2(), blocks, tokens: tokens.max(batch), longest: q_len + more, counts_new: counts_new.into(),
         };
         let values = |count: u32| vec![bf16::from_f32(0.5); (count * head_size) as usize];
         let (q, kv, angles) = (values(p.tokens * q_heads), values(p.tokens * kv_heads), vec![bf16::from_f32(0.5); 3 * 32]);
@@ -190,7 +195,7 @@ proptest! {
         };
         let p = PagedTiledParams {
             attention, rotary: RotaryParams { dim: if rotates { 64 } else { 0 }, max_positions: 3, ..RotaryParams::default() },
-            tokens, per_sequence, log_block_size: rows.ilog2(), blocks, least, counts_new: counts_new.into(),
+            steps: steps(rows, of_keys), tokens, per_sequence, log_block_size: rows.ilog2(), blocks, least, counts_new: counts_new.into(),
         };
         let values = |count: u32| vec![bf16::from_f32(0.5); (count * head_size) as usize];
         let (q, kv, angles) = (values(tokens * q_heads), values(blocks * rows * kv_heads), vec![bf16::from_f32(0.5); 3 * 32]);
@@ -206,6 +211,11 @@ proptest! {
             if has_lse { Arg::write(&mut lse) } else { Arg::null() }, Arg::params(&p),
         ]).or_else(overlaps)?;
     }
+}
+
+/// Rows of a contiguous cache in blocks of as many.
+fn steps(rows: u32, keys: Strides) -> PageSteps {
+    PageSteps { block: rows, row: 1, unit: keys.row as u32, reserved: 0 }
 }
 
 /// Integers that make two blocks write the same row are no fault of the kernel's.

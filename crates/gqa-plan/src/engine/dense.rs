@@ -52,7 +52,7 @@ impl Dense {
             capacity,
             longest: capacity,
             layout: Layout::Bsnh,
-            strided: Strided { query: None, key: None, value: None, output: None },
+            strided: Strided { query: None, key: None, value: None, output: None, pages: None },
             packed: false,
             positions: false,
             bias: None,

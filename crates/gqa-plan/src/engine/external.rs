@@ -42,7 +42,7 @@ impl External {
             right_window: None,
             bias: None,
             bias_columns: None,
-            strided: Strided { query: None, key: None, value: None, output: None },
+            strided: Strided { query: None, key: None, value: None, output: None, pages: None },
             lse: false,
         }
     }

@@ -29,6 +29,7 @@ pub struct Paged {
     strided: Strided,
     lse: bool,
     tree_mask: bool,
+    one_each: bool,
 }
 
 impl Paged {
@@ -52,15 +53,16 @@ impl Paged {
             slots: false,
             counts_new: false,
             appended: false,
-            strided: Strided { query: None, key: None, value: None, output: None },
+            strided: Strided { query: None, key: None, value: None, output: None, pages: None },
             lse: false,
             tree_mask: false,
+            one_each: false,
         }
     }
 
-    /// One new token of each sequence.
+    /// One new token of each sequence, whatever `cumulative_sequence_length` says.
     pub const fn decode(sequences: usize, cache: [usize; 3]) -> Self {
-        Self { most_tokens: 1, ..Self::new(sequences, sequences, cache) }
+        Self { most_tokens: 1, one_each: true, ..Self::new(sequences, sequences, cache) }
     }
 
     /// A bound on the new tokens of a sequence, by which kernels are chosen and scratch memory is
@@ -91,6 +93,15 @@ impl Paged {
     /// Those of key and value are, likewise.
     pub const fn key_value_strides(mut self, strides: RowStrides) -> Self {
         (self.strided.key, self.strided.value) = (Some(strides), Some(strides));
+        self
+    }
+
+    /// `present_key` and `present_value` are strided views, both with these strides, in elements:
+    /// `batch` is the distance from one block to the next. They are multiples of 16 bytes, below
+    /// 2^32 bytes. So the two may be parts of one allocation, and heads or rows may come first
+    /// within a block. Caches with scales per token are contiguous.
+    pub const fn cache_strides(mut self, strides: RowStrides) -> Self {
+        self.strided.pages = Some(strides);
         self
     }
 
@@ -223,6 +234,7 @@ impl Paged {
             per_sequence: self.blocks_per_sequence,
             slots: self.slots,
             counts_new: self.counts_new,
+            one_each: self.one_each && self.most_tokens == 1,
         }
     }
 

@@ -1,10 +1,10 @@
 //! Launches built from named arguments.
 
 use super::launch::{Arg, Launch};
-use crate::problem::{Problem, RowLayout};
+use crate::problem::{Pages, Problem, RowLayout, RowStrides, greatest_unit};
 use crate::tensors::TensorId;
 use bytemuck::Pod;
-use gqa_kernels::params::Strides;
+use gqa_kernels::params::{PageSteps, Strides};
 use gqa_kernels::registry::{Entry, Role, entries};
 use gqa_tensor::{DType, Error, Result};
 
@@ -18,6 +18,21 @@ pub(super) fn tensor(problem: &Problem, id: TensorId, offset: usize) -> Arg {
 
 pub(super) fn strides(layout: RowLayout) -> Strides {
     Strides { batch: layout.batch as u64, head: layout.head as u64, row: layout.row as u64 }
+}
+
+/// Strides of a paged KV cache, of which a batch entry is a block, in so many bytes.
+pub(super) fn pages_strides(problem: &Problem, pages: Pages, unit: usize) -> Strides {
+    let RowStrides { batch, head, row } = problem.pages_strides(pages);
+    let size = problem.key_cache_dtype().size();
+    let [batch, head, row] = [batch, head, row].map(|stride| (stride * size / unit) as u64);
+    Strides { batch, head, row }
+}
+
+/// The rows of a cache with these strides.
+pub(super) fn page_steps(cache: Strides) -> PageSteps {
+    let unit = greatest_unit([cache.batch, cache.row]);
+    let [block, row] = [cache.batch, cache.row].map(|stride| (stride / unit) as u32);
+    PageSteps { block, row, unit: unit as u32, reserved: 0 }
 }
 
 /// A launch; pointer arguments are matched by name.

@@ -20,7 +20,7 @@
 //! In the last column queries stay where they are if every sequence has one token, nothing turns
 //! them or takes them apart, and they are contiguous.
 
-use super::build::{element, find, launch, tensor, u32_of};
+use super::build::{element, find, launch, pages_strides, tensor, u32_of};
 use super::contiguous::Composed;
 use super::device::DeviceInfo;
 use super::launch::{Arg, Launch};
@@ -122,6 +122,7 @@ impl<'a> Prologue<'a> {
             q: rows.query.strides,
             k: rows.key.strides,
             v: rows.value.strides,
+            cache: pages_strides(p, pages, 1),
             rotary: rotary_params(p.rotary, 0)?,
             batch: u32_of("batch", p.batch)?,
             q_heads: u32_of("query heads", p.q_heads)?,

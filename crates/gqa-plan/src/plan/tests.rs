@@ -4,13 +4,13 @@
 use super::*;
 use crate::problem::{
     Alignment, Bias, CacheBinding, CallKind, Layout, Pages, Phase, Problem, ProblemFields, QkNorm,
-    QkOutput, QuantFormat, Quantization, Rotary, Scales, Sink,
+    QkOutput, QuantFormat, Quantization, Rotary, RowStrides, Scales, Sink,
 };
 use gqa_kernels::params::{
     AttentionParams, DecodeParams, Float8OperandsParams, Float8Params, HopperParams, MaskedParams,
-    PagedDecodeParams, PagedGapsParams, PagedHopperParams, PagedParams, PagedTiledParams,
-    PrologueParams, QuantizeOutputParams, QuantizedHopperParams, QuantizedPagedHopperParams,
-    RollingBiasParams, RollingParams, Strides, TreeMaskParams, overlap,
+    PageSteps, PagedDecodeParams, PagedGapsParams, PagedHopperParams, PagedParams,
+    PagedTiledParams, PrologueParams, QuantizeOutputParams, QuantizedHopperParams,
+    QuantizedPagedHopperParams, RollingBiasParams, RollingParams, Strides, TreeMaskParams, overlap,
 };
 use gqa_kernels::prologue::dequantize;
 use gqa_kernels::registry::{Entry, Role};
@@ -1367,6 +1367,7 @@ fn paged(p: &Problem) -> Problem {
         per_sequence,
         slots: false,
         counts_new: false,
+        one_each: p.q_len == 1,
     };
     p.derive(|call| ProblemFields {
         pages: Some(pages),
@@ -1777,12 +1778,12 @@ fn check(plan: &Plan, launch: &Launch) {
             Arg::Tensor { id, offset } => {
                 let spec = id.spec(&plan.problem);
                 let none = || panic!("{kernel} {name}: there is no {id:?}\n{:?}", plan.problem);
-                spec.unwrap_or_else(none).bytes() - offset
+                reached(&plan.problem, id, &spec.unwrap_or_else(none)) - offset
             }
             Arg::Map(map) => {
-                let bytes = map
-                    .id
-                    .map_or(plan.workspace_bytes, |id| id.spec(&plan.problem).unwrap().bytes());
+                let of =
+                    |id: TensorId| reached(&plan.problem, id, &id.spec(&plan.problem).unwrap());
+                let bytes = map.id.map_or(plan.workspace_bytes, of);
                 assert!(map.offset + map.bytes <= bytes && map.offset % 16 == 0);
                 assert!(map.stride.iter().all(|stride| stride % 16 == 0));
                 continue;
@@ -1898,6 +1899,19 @@ fn check(plan: &Plan, launch: &Launch) {
     }
 }
 
+/// Bytes up to the end of a tensor's last row.
+fn reached(problem: &Problem, id: TensorId, spec: &TensorSpec) -> usize {
+    spec.strides.map_or(spec.bytes(), |strides| {
+        strides.extent(id.row_dims(problem)).unwrap() * spec.dtype.size()
+    })
+}
+
+/// Elements up to the end of the last row of the cache, of `width` elements a head.
+fn pages_reach(steps: PageSteps, head: u64, [blocks, heads, rows]: [u32; 3], width: u32) -> usize {
+    let [batch, row] = [steps.block, steps.row].map(|step| u64::from(step) * u64::from(steps.unit));
+    reach(Strides { batch, head, row }, [blocks, heads, rows], width)
+}
+
 /// Elements up to the end of the last row.
 fn reach(strides: Strides, [batch, heads, rows]: [u32; 3], width: u32) -> usize {
     if batch * heads * rows == 0 {
@@ -1996,8 +2010,8 @@ fn paged_reach(name: &str, problem: &Problem, p: &PagedParams, element: usize) -
         "q_out" | "rows" => rows(p.batch * p.q_len, p.q_heads),
         "k_cache" | "v_cache" | "k_codes" | "v_codes" => {
             let [.., width] = problem.key_cache_shape(0);
-            let row = width * problem.key_cache_dtype().size();
-            (p.blocks * p.block_size * p.kv_heads) as usize * row
+            let row = (width * problem.key_cache_dtype().size()) as u32;
+            reach(p.cache, [p.blocks, problem.kv_heads as u32, p.block_size], row)
         }
         "k_scale" | "v_scale" => scales_reach(problem),
         "present_k" | "present_v" => rows(p.batch * p.capacity, p.kv_heads),
@@ -2043,7 +2057,8 @@ fn paged_quantized_reach(problem: &Problem, launch: &Launch) -> usize {
     let paged: &PagedDecodeParams = bytemuck::from_bytes(&launch.params);
     let a = &paged.decode.attention;
     let width = a.head_size / problem.quantized.unwrap().codes_per_element() as u32;
-    reach(a.k, [1, a.kv_heads, paged.blocks << paged.log_block_size], width)
+    let dims = [paged.blocks, a.kv_heads, 1 << paged.log_block_size];
+    pages_reach(paged.steps, a.k.head, dims, width)
 }
 
 fn masked_reach(name: &str, masked: &MaskedParams, element: usize) -> usize {
@@ -2068,10 +2083,10 @@ fn masked_reach(name: &str, masked: &MaskedParams, element: usize) -> usize {
 fn decode_paged_reach(name: &str, launch: &Launch, element: usize) -> usize {
     let paged: &PagedDecodeParams = bytemuck::from_bytes(&launch.params);
     let (p, a) = (&paged.decode, &paged.decode.attention);
-    let rows = paged.blocks << paged.log_block_size;
+    let dims = [paged.blocks, a.kv_heads, 1 << paged.log_block_size];
     let tokens = |strides, heads| reach(strides, [1, heads, paged.tokens], a.head_size) * element;
     match name {
-        "k" | "v" => reach(a.k, [1, a.kv_heads, rows], a.head_size) * element,
+        "k" | "v" => pages_reach(paged.steps, a.k.head, dims, a.head_size) * element,
         "starts" => (a.batch + 1) as usize * 4,
         "past_seqlens" => a.batch as usize * 4,
         "block_table" => (a.batch * paged.per_sequence) as usize * 4,
@@ -2165,7 +2180,10 @@ fn tiled_paged_reach(name: &str, launch: &Launch, element: usize) -> usize {
     let a = &p.attention;
     let rows = |strides, heads, rows| reach(strides, [1, heads, rows], a.head_size) * element;
     match name {
-        "k" | "v" => rows(a.k, a.kv_heads, p.blocks << p.log_block_size),
+        "k" | "v" => {
+            let dims = [p.blocks, a.kv_heads, 1 << p.log_block_size];
+            pages_reach(p.steps, a.k.head, dims, a.head_size) * element
+        }
         "q" => rows(a.q, a.q_heads, p.tokens),
         "out" => rows(a.out, a.q_heads, p.tokens),
         "lse" => (a.q_heads * p.tokens) as usize * 4,
@@ -2239,6 +2257,7 @@ fn set(p: &mut ProblemFields, field: usize, value: usize) {
                 per_sequence: value % 20,
                 slots: value % 7 == 1,
                 counts_new: value % 3 == 1,
+                one_each: value % 11 == 1,
             })
         }
         19 => {
@@ -2257,6 +2276,11 @@ fn set(p: &mut ProblemFields, field: usize, value: usize) {
         29 => p.tree_mask = !p.tree_mask,
         30 => p.output_qk = [QkOutput::None, QkOutput::Scaled, QkOutput::AfterSoftmax][value % 3],
         31 => p.lse = !p.lse,
+        32 => {
+            let (head, row) = ([8, 64, 4096][value % 3], [64, 128, 512][value / 3 % 3]);
+            let batch = [64, 8192, 8208, 1 << 20][value / 9 % 4];
+            p.strided.pages = Some(RowStrides { batch, head, row });
+        }
         _ => p.float8_products = !p.float8_products,
     }
 }
@@ -2267,7 +2291,7 @@ fn set(p: &mut ProblemFields, field: usize, value: usize) {
 fn whatever_passes_its_check_stays_inside_its_tensors() {
     use proptest::prelude::*;
     let (calls, device) = (problems().collect::<Vec<_>>(), ["h200", "a100", "v100"].map(device));
-    let changes = proptest::collection::vec((0..33usize, 0..100_000usize), 1..5);
+    let changes = proptest::collection::vec((0..34usize, 0..100_000usize), 1..5);
     let config = ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(20_000) };
     let (planned, passed) = (std::cell::Cell::new(0), std::cell::Cell::new(0));
     let mut runner = proptest::test_runner::TestRunner::new(config);

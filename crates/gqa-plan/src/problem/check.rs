@@ -3,8 +3,8 @@
 //! [`engine`](crate::engine). A call that passes allocates no memory here.
 
 use super::{
-    Alignment, CacheBinding, CallKind, Layout, Phase, Problem, ProblemFields, QkOutput, RowStrides,
-    Scales, Sink,
+    Alignment, CacheBinding, CallKind, Layout, Phase, Problem, ProblemFields, QkOutput,
+    Quantization, RowStrides, Scales, Sink, greatest_unit,
 };
 use crate::limits::{MAX_HEAD_SIZE, MAX_HEADS, addressable, check_rows};
 use crate::problem::QuantFormat;
@@ -305,6 +305,11 @@ impl ProblemFields {
         refuse(self.q_len > pages.tokens, "most_tokens", || {
             (self.q_len, format!("up to {}, the tokens of all sequences", pages.tokens))
         })?;
+        let is_each = self.q_len == 1 && pages.tokens == self.batch;
+        refuse(pages.one_each && !is_each, "one_each", || {
+            let (tokens, sequences) = (pages.tokens, self.batch);
+            (format!("{tokens} tokens of {sequences} sequences"), "one token of each sequence")
+        })?;
         addressable("cache", &[pages.blocks, pages.block_size, self.kv_heads, self.head_size])?;
         check_rows("cache", &[pages.blocks, pages.block_size, self.kv_heads])?;
         check_rows("block_table", &[self.batch, pages.per_sequence])?;
@@ -324,12 +329,42 @@ impl ProblemFields {
         self.check_tensor_strides("key", self.dtype, keys, strided.key)?;
         self.check_tensor_strides("value", self.v_dtype, values, strided.value)?;
         self.check_tensor_strides("output", self.out_dtype, outputs, strided.output)?;
+        self.check_pages_strides()?;
         let Some(strides) = strided.output else { return Ok(()) };
         let got = || format!("{strides:?} of {outputs:?}");
         refuse(self.pages.is_some(), "output", || (got(), "contiguous, over a paged KV cache"))?;
         refuse(!strides.is_injective(outputs), "output", || {
             (got(), "strides with which no elements overlap")
         })
+    }
+
+    /// Errs unless kernels can read and write a paged KV cache with the strides that it has.
+    fn check_pages_strides(&self) -> Result<()> {
+        let Some(strides) = self.strided.pages else { return Ok(()) };
+        let Some(pages) = self.pages else {
+            let got = format!("{strides:?}");
+            return Err(Error::invalid("present_key", got, "contiguous, as there are no blocks"));
+        };
+        let dtype = self.quantized.map_or(self.dtype, Quantization::dtype);
+        let width = self.head_size / self.quantized.map_or(1, Quantization::codes_per_element);
+        let dims = [pages.blocks, self.kv_heads, pages.block_size, width];
+        self.check_tensor_strides("present_key", dtype, dims, self.strided.pages)?;
+        let got = || format!("{strides:?} of {dims:?}");
+        let RowStrides { batch, head, row } = strides;
+        let refuse = |broken, allowed| refuse(broken, "present_key", || (got(), allowed));
+        let most = batch.max(head).max(row) * dtype.size();
+        refuse(u32::try_from(most).is_err(), "strides below 2^32 bytes")?;
+        let unit = greatest_unit([batch as u64, row as u64]) as usize;
+        let rows = RowStrides { batch: batch / unit, head: 0, row: row / unit };
+        let places = rows.extent([pages.blocks, 1, pages.block_size, 1]).unwrap_or(usize::MAX);
+        refuse(
+            i32::try_from(places).is_err(),
+            "strides of blocks and rows that are multiples of a larger number: there are fewer \
+             than 2^31 of that in the cache",
+        )?;
+        let by_token = self.quantized.is_some_and(|how| how.scales == Scales::PerToken);
+        refuse(by_token, "contiguous, with scales per token")?;
+        refuse(!strides.is_injective(dims), "strides with which no elements overlap")
     }
 
     /// Checks the strides of a tensor, if it has some: multiples of 16 bytes that can be addressed.
@@ -346,7 +381,8 @@ impl ProblemFields {
         let refuse = |broken, allowed: &'static str| {
             refuse(broken, name, || (format!("{strides:?} of {dims:?}"), allowed))
         };
-        refuse(self.packed && name != "output", "contiguous, as the call is packed")?;
+        let is_new = !matches!(name, "output" | "present_key");
+        refuse(self.packed && is_new, "contiguous, as the call is packed")?;
         let vectors = apart.iter().all(|n| n % 16 * dtype.size() % 16 == 0);
         refuse(!vectors, "strides of multiples of 16 bytes")?;
         let mut extents = apart.map(Some).into_iter().chain([strides.extent(dims)]);

@@ -182,6 +182,8 @@ pub struct Pages {
     pub slots: bool,
     /// Lengths include the new tokens.
     pub counts_new: bool,
+    /// Each sequence has one new token, so that cumulative_sequence_length need not be read.
+    pub one_each: bool,
 }
 
 impl Pages {
@@ -320,6 +322,14 @@ impl RowStrides {
     }
 }
 
+/// The greatest number of which both strides are multiples; 1 of none.
+pub(crate) fn greatest_unit([mut a, mut b]: [u64; 2]) -> u64 {
+    while b > 0 {
+        (a, b) = (b, a % b);
+    }
+    a.max(1)
+}
+
 /// Strides of non-contiguous tensors in device memory, such as slices of a larger tensor.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Strided {
@@ -331,6 +341,9 @@ pub struct Strided {
     pub value: Option<RowStrides>,
     /// Of output.
     pub output: Option<RowStrides>,
+    /// Of `present_key` and of `present_value` over a paged KV cache, in elements of these tensors;
+    /// a batch entry is a block.
+    pub pages: Option<RowStrides>,
 }
 
 /// A checked call. A [layer](crate::engine::Layer) makes it from an engine's description, an ONNX
@@ -487,7 +500,7 @@ impl ProblemFields {
             quantized: None,
             packed: false,
             layout: Layout::Bsnh,
-            strided: Strided { query: None, key: None, value: None, output: None },
+            strided: Strided { query: None, key: None, value: None, output: None, pages: None },
             qk_norm: None,
             rotary: None,
             scale: 1.0,
@@ -857,6 +870,14 @@ impl Problem {
     /// tensor; of value rows too where these have the same size.
     pub fn cache_layout(&self, rows: usize) -> RowLayout {
         self.bnsh(rows, self.head_size)
+    }
+
+    /// Strides of a paged KV cache in elements of its tensors; a batch entry is a block.
+    pub fn pages_strides(&self, pages: Pages) -> RowStrides {
+        let [.., width] = self.key_cache_shape(0);
+        let row = self.kv_heads * width;
+        let contiguous = RowStrides { batch: pages.block_size * row, head: width, row };
+        self.strided.pages.unwrap_or(contiguous)
     }
 
     fn bnsh(&self, rows: usize, h: usize) -> RowLayout {

@@ -41,6 +41,7 @@ impl Problem {
         self.derive(|call| ProblemFields {
             pages: self.pages.map(in_numbers),
             quantized: None,
+            strided: Strided { pages: None, ..call.strided },
             ..call
         })
     }
@@ -57,12 +58,13 @@ impl Problem {
             new_len: tokens,
             pages: None,
             tree_mask: false,
+            strided: Strided { pages: None, ..call.strided },
             ..call
         })
     }
 
     /// Whether every sequence has one token, so that each token is a batch entry.
     pub fn has_single_tokens(&self) -> bool {
-        self.q_len == 1 && self.pages.is_some_and(|pages| pages.tokens == self.batch)
+        self.pages.is_some_and(|pages| pages.one_each)
     }
 }

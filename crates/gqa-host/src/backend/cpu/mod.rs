@@ -102,7 +102,8 @@ impl Cpu {
     ///
     /// # Errors
     ///
-    /// As [`Backend::run`]; and where the problem wants strides of the output.
+    /// As [`Backend::run`]; and where the problem wants strides of the output or of a paged KV
+    /// cache.
     pub fn run_on(&self, problem: &Problem, io: &mut IoViews<'_>) -> Result<()> {
         self.run_by(&Rayon, problem, io)
     }
@@ -118,8 +119,11 @@ impl Cpu {
         problem: &Problem,
         io: &mut IoViews<'_>,
     ) -> Result<()> {
-        if let Some(strides) = problem.strided.output {
-            return Err(Error::invalid("output", format!("{strides:?}"), "contiguous on the CPU"));
+        let strided = problem.strided;
+        for (name, strides) in [("output", strided.output), ("present_key", strided.pages)] {
+            if let Some(strides) = strides {
+                return Err(Error::invalid(name, format!("{strides:?}"), "contiguous on the CPU"));
+            }
         }
         io.check(problem)?;
         self.with(executor).checked(problem, io)

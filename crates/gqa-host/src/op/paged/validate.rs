@@ -217,6 +217,7 @@ impl Sizes {
             per_sequence: inputs.block_table.shape[1],
             slots: inputs.slot_mapping.is_some(),
             counts_new: false,
+            one_each: false,
         })
     }
 

@@ -6,8 +6,8 @@ use gqa_host::engine::{Heads, Layer, Paged, Rope};
 use gqa_host::plan::{TensorId, Tensors};
 use gqa_host::{DType, Problem, RowStrides, Tensor};
 
-/// The call with contiguous tensors, and with slices of a larger one that holds the tokens' heads
-/// of query, key and value side by side.
+/// The call with contiguous tensors, and with slices of larger ones: one that holds the tokens'
+/// heads of query, key and value side by side, and one that holds keys and values.
 pub fn problems(rotated: bool, new: [i32; 3]) -> [Problem; 2] {
     let layer = Layer::new(DType::F16, Heads { query: 4, kv: 2, size: 64 });
     let layer = if rotated { layer.rope(Rope::new(64, 64)) } else { layer };
@@ -16,6 +16,9 @@ pub fn problems(rotated: bool, new: [i32; 3]) -> [Problem; 2] {
     let call = Paged::new(3, tokens, [16, 16, 3]).most_tokens(most).longest(48);
     let strides = RowStrides { batch: 0, head: 64, row: (4 + 2 * 2) * 64 + 8 };
     let strided = call.query_strides(strides).key_value_strides(strides);
+    // Keys and values of a block side by side, head by head, with something behind each block.
+    let cache = RowStrides { batch: 2 * 16 * 128 + 8, head: 16 * 128, row: 128 };
+    let strided = strided.cache_strides(cache);
     [call, strided].map(|call| layer.paged(call).unwrap())
 }
 

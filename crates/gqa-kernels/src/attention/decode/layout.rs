@@ -57,7 +57,8 @@ pub trait Layout: Copy {
     /// row, and how far it is from one row to the next.
     fn scales(self, a: &AttentionParams, rows: &Rows) -> (usize, u32);
 
-    /// The row of the cache, as scales are counted, that has a row of the sequence, or nowhere.
+    /// The place in the cache of a row of the sequence, or nowhere. Where rows have scales it is the
+    /// row's number among these.
     fn place(self, row: u32) -> u32;
 
     /// Whether a place is a row of the cache.
@@ -169,8 +170,8 @@ impl Layout for SideBySide {
     }
 }
 
-/// A paged KV cache, (block, row, KV head, head size), of which a table gives some to each
-/// sequence, whose new rows are tokens that lie behind those of the sequence before.
+/// A paged KV cache, (block, row, KV head, head size) with any strides, of which a table gives some
+/// to each sequence, whose new rows are tokens that lie behind those of the sequence before.
 ///
 /// Blocks have a power of two of rows, [`PIECE`](Layout::PIECE) or more, and tiles begin at
 /// multiples of as many, so that each piece of a tile lies in one block. Where that is, is looked
@@ -206,7 +207,12 @@ impl Blocks {
             starts,
             tokens: p.tokens,
             longest: p.longest,
-            table: BlockTable { entries: table, log_rows: p.log_block_size, last: p.blocks - 1 },
+            table: BlockTable {
+                entries: table,
+                log_rows: p.log_block_size,
+                last: p.blocks - 1,
+                steps: p.steps,
+            },
             per_sequence: p.per_sequence,
             stride: p.decode.attention.k.row as u32,
             appends: p.decode.new_len > 0,
@@ -258,7 +264,7 @@ impl Layout for Blocks {
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn element(self, cache: Strides, rows: &Rows, place: u32) -> usize {
-        place as usize * self.stride as usize + cache.at(0, rows.kv_head, 0)
+        self.table.element(place) + cache.at(0, rows.kv_head, 0)
     }
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
@@ -298,7 +304,7 @@ impl Layout for Blocks {
         _: u32,
         _: u32,
     ) -> Global<E> {
-        source.offset(spots[piece as usize] as usize * self.stride as usize)
+        source.offset(self.table.element(spots[piece as usize]))
     }
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]

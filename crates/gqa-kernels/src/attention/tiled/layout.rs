@@ -97,8 +97,8 @@ impl Layout for SideBySide {
     }
 }
 
-/// A paged KV cache, (block, row, KV head, head size), and a sequence's row of the block table. The
-/// queries of all sequences are packed.
+/// A paged KV cache, (block, row, KV head, head size) with any strides, and a sequence's row of the
+/// block table. The queries of all sequences are packed.
 ///
 /// A block has a power of two of rows, at least [`PIECE`](Layout::PIECE), and key tiles begin at
 /// multiples of that, so that each piece of a tile lies in one block. Each lane of a warp looks up
@@ -115,6 +115,7 @@ impl Blocks {
             entries: table.offset((batch * p.per_sequence) as usize),
             log_rows: p.log_block_size,
             last: p.blocks - 1,
+            steps: p.steps,
         })
     }
 
@@ -140,7 +141,7 @@ const PIECES: u32 = 4;
 
 impl Layout for Blocks {
     const PIECE: u32 = 16;
-    /// The cache row at which the lane's piece begins.
+    /// The place at which the lane's piece begins.
     type Spots = u32;
 
     /// Rows past the tile's last one get a number past all tokens.
@@ -189,9 +190,10 @@ impl Layout for Blocks {
         spots: u32,
     ) {
         copy.start(tile, rows, width, |r| {
-            let place = shfl_idx_u32(spots, r / Self::PIECE) + r % Self::PIECE;
+            let place = shfl_idx_u32(spots, r / Self::PIECE);
             let exists = keys.start + r < keys.end && is_somewhere(place);
-            (source.offset((u64::from(place) * stride) as usize), exists)
+            let within = u64::from(r % Self::PIECE) * stride;
+            (source.offset(self.0.element(place) + within as usize), exists)
         });
     }
 }

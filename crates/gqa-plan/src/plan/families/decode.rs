@@ -349,7 +349,7 @@ pub(super) fn attention_params(kernel: &Kernel, job: &Job<'_>) -> Result<Attenti
     Ok(in_bytes(kernel, job.problem, params))
 }
 
-pub(super) fn in_bytes(kernel: &Kernel, p: &Problem, params: AttentionParams) -> AttentionParams {
+fn in_bytes(kernel: &Kernel, p: &Problem, params: AttentionParams) -> AttentionParams {
     let Some(how) = p.quantized.filter(|_| !kernel.entry.formats.is_empty()) else {
         return params;
     };

@@ -2,7 +2,7 @@
 
 use super::decode;
 use crate::plan::TensorId;
-use crate::plan::build::{launch, tensor, u32_of};
+use crate::plan::build::{launch, page_steps, pages_strides, tensor, u32_of};
 use crate::plan::decision::Rejection;
 use crate::plan::family::{Call, Family, FusedPrologue, Job, Kernel};
 use crate::plan::launch::{Arg, Launch};
@@ -55,34 +55,38 @@ pub(super) fn choose(module: registry::Family, call: &Call<'_>) -> Result<Kernel
 pub(super) fn launches(kernel: &Kernel, job: Job<'_>) -> Result<Vec<Launch>> {
     let (p, device, longest) = (job.problem, job.device, job.task.longest);
     let pages = p.pages.ok_or_else(|| Error::NoKernel("the KV cache is not paged".to_owned()))?;
-    let params = decode::step_params(kernel, &job, attention_params(kernel, &job)?)?;
+    let cache = pages_strides(p, pages, p.key_cache_dtype().size());
+    let params = decode::step_params(kernel, &job, attention_params(&job, cache)?)?;
     let mut bound = decode::bound(kernel, job, &params)?;
-    let single = longest == 1 && pages.tokens == p.batch;
     let starts = tensor(p, TensorId::CumulativeSequenceLength, 0);
     bound.extend([
-        ("starts", if single { Arg::Null } else { starts }),
+        ("starts", if pages.one_each { Arg::Null } else { starts }),
         ("past_seqlens", tensor(p, TensorId::SeqlensK, 0)),
         ("block_table", tensor(p, TensorId::BlockTable, 0)),
     ]);
     let grid = kernels::grid(&params, kernel.cluster);
-    let params = paged_params(params, pages, longest)?;
+    let params = paged_params(params, cache, pages, longest)?;
     decode::in_clusters(kernel, device, launch(kernel.entry, grid, &bound, &params)?)
 }
 
 /// The cache is (block, row, head), and the output's rows are tokens.
-fn attention_params(kernel: &Kernel, job: &Job<'_>) -> Result<AttentionParams> {
-    let p = job.problem;
-    let params = params(p, job.rows.query.strides, 1)?;
-    let [head, row] = [p.head_size as u64, (p.kv_heads * p.head_size) as u64];
-    let cache = Strides { batch: 0, head, row };
+fn attention_params(job: &Job<'_>, cache: Strides) -> Result<AttentionParams> {
+    let params = params(job.problem, job.rows.query.strides, 1)?;
+    let cache = Strides { batch: 0, ..cache };
     let out = Strides { batch: 0, ..params.out };
-    Ok(decode::in_bytes(kernel, p, AttentionParams { k: cache, v: cache, out, ..params }))
+    Ok(AttentionParams { k: cache, v: cache, out, ..params })
 }
 
 /// What a paged decode step is told besides.
-fn paged_params(decode: DecodeParams, pages: Pages, longest: usize) -> Result<PagedDecodeParams> {
+fn paged_params(
+    decode: DecodeParams,
+    cache: Strides,
+    pages: Pages,
+    longest: usize,
+) -> Result<PagedDecodeParams> {
     Ok(PagedDecodeParams {
         decode,
+        steps: page_steps(cache),
         per_sequence: u32_of("blocks of a sequence", pages.per_sequence)?,
         log_block_size: pages.block_size.ilog2(),
         blocks: u32_of("blocks", pages.blocks)?,

@@ -3,7 +3,7 @@
 
 use super::hopper::{self, LEAST_ROWS, tensor_map};
 use crate::plan::TensorId;
-use crate::plan::build::{launch, tensor, u32_of};
+use crate::plan::build::{launch, pages_strides, tensor, u32_of};
 use crate::plan::decision::Rejection;
 use crate::plan::device::DeviceInfo;
 use crate::plan::family::{Call, Family, Job, Kernel, TileQueue};
@@ -153,8 +153,7 @@ fn paged_params(job: &Job<'_>, entry: &Entry) -> Result<PagedHopperParams> {
 pub(super) fn attention_params(job: &Job<'_>, pages: Pages) -> Result<AttentionParams> {
     let params = params(job.problem, job.rows.query.strides, 1)?;
     let columns = columns(job.problem)?;
-    let row = u64::from(params.kv_heads) * u64::from(columns);
-    let cache = Strides { row, head: columns.into(), batch: row * pages.block_size as u64 };
+    let cache = pages_strides(job.problem, pages, job.problem.dtype.size());
     let out = Strides { batch: 0, ..params.out };
     let params = AttentionParams { k: cache, v: cache, out, ..params };
     let read = AttentionParams { batch: 1, head_size: columns, ..params };

@@ -5,7 +5,7 @@ use super::hopper_paged::{attention_params, pages};
 use super::{hopper, split_kv};
 use crate::Result;
 use crate::plan::TensorId;
-use crate::plan::build::{launch, tensor, u32_of};
+use crate::plan::build::{launch, page_steps, tensor, u32_of};
 use crate::plan::decision::Rejection;
 use crate::plan::device::Capability;
 use crate::plan::family::{Call, Family, Job, Kernel};
@@ -69,9 +69,11 @@ fn params(job: &Job<'_>) -> Result<PagedTiledParams> {
     let pages = pages(p)?;
     // Those of all tokens are counted together.
     u32_of("query rows", pages.tokens.saturating_mul(p.q_heads))?;
+    let attention = attention_params(job, pages)?;
     Ok(PagedTiledParams {
-        attention: attention_params(job, pages)?,
+        attention,
         rotary: rotary_params(p.rotary, 0)?,
+        steps: page_steps(attention.k),
         tokens: u32_of("tokens", pages.tokens)?,
         per_sequence: u32_of("blocks of a sequence", pages.per_sequence)?,
         log_block_size: pages.block_size.ilog2(),
