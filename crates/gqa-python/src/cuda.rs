@@ -178,7 +178,7 @@ fn quantization(format: &str, scales: &str) -> PyResult<Quantization> {
     Ok(Quantization { format, scales })
 }
 
-/// Strides of batch entries, rows and heads.
+/// Strides of batch entries or blocks, rows and heads.
 type Strides = Option<(usize, usize, usize)>;
 
 fn strides(strides: Strides) -> Option<RowStrides> {
@@ -233,7 +233,7 @@ impl Call {
     #[expect(clippy::too_many_arguments, reason = "each is a number of the call")]
     #[pyo3(signature = (
         sizes, sequences, tokens, cache, most_tokens, longest, rope, counts_new, appended, lse,
-        tree_mask, quantized
+        tree_mask, quantized, q, kv, pages, one_each
     ))]
     fn paged(
         sizes: Sizes,
@@ -248,6 +248,10 @@ impl Call {
         lse: bool,
         tree_mask: bool,
         quantized: Option<(String, String)>,
+        q: Strides,
+        kv: Strides,
+        pages: Strides,
+        one_each: bool,
     ) -> PyResult<Self> {
         let mut layer = sizes.layer()?;
         if let Some((format, scales)) = quantized {
@@ -261,12 +265,18 @@ impl Call {
         let longest = longest.min(cache.1.saturating_mul(cache.2));
         let most_tokens = most_tokens.min(tokens);
         let most_tokens = if appended { most_tokens } else { most_tokens.min(longest) };
-        let call = Paged::new(sequences, tokens, cache.into());
-        let call = call.most_tokens(most_tokens).longest(longest);
+        let call = match one_each {
+            true => Paged::decode(sequences, cache.into()),
+            false => Paged::new(sequences, tokens, cache.into()).most_tokens(most_tokens),
+        };
+        let call = call.longest(longest);
         let call = if counts_new { call.total_lengths() } else { call };
         let call = if appended { call.appended() } else { call };
         let call = if lse { call.log_sum_exp() } else { call };
         let call = if tree_mask { call.tree_mask() } else { call };
+        let call = strides(q).map_or(call, |q| call.query_strides(q));
+        let call = strides(kv).map_or(call, |kv| call.key_value_strides(kv));
+        let call = strides(pages).map_or(call, |pages| call.cache_strides(pages));
         layer.paged(call).map(Self).map_err(raised)
     }
 

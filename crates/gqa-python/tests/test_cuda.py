@@ -165,6 +165,23 @@ class Quantization:
         assert ((got - numbers).abs() <= step * 1.01 + numbers.abs() / 64).all(), "not rounded so"
 
 
+def laid_out(pick, keys, values):
+    """The same KV cache, (blocks, rows, KV heads, size), as some engine has it in memory."""
+    count, rows, heads, size = keys.shape
+    layout = pick.choice(["apart", "halves of heads", "halves of blocks", "heads first"])
+    if layout == "apart":
+        return keys, values
+    if layout == "halves of heads":
+        both = keys.new_empty(count, rows, heads, 2 * size).split(size, -1)
+    elif layout == "halves of blocks":
+        both = keys.new_empty(count, 2, rows, heads, size).unbind(1)
+    else:
+        both = keys.new_empty(count, heads, rows, 2 * size).transpose(1, 2).split(size, -1)
+    for view, given in zip(both, (keys, values)):
+        view.copy_(given)
+    return both
+
+
 class KvCache:
     """A KV cache of some rows for each sequence, or of blocks that have as many."""
 
@@ -177,7 +194,8 @@ class KvCache:
         self.where = {"cache_seqlens": self.lengths}
         shape = self.blocks(case, batch) if pick.random() < 0.5 else self.rows(case, batch)
         shape = *shape, case.kv_heads, case.size
-        self.keys, self.values = (torch.randn(shape, **case.options()) for _ in "kv")
+        pair = (torch.randn(shape, **case.options()) for _ in "kv")
+        self.keys, self.values = laid_out(pick, *pair)
 
     def blocks(self, case, batch):
         size = case.pick.choice([16, 32, 24])
@@ -614,7 +632,7 @@ class Cases:
             columns = -(-max(keys) // block) + 1
             blocks = count * columns + 1
             shape, options = (blocks, block, self.kv_heads, self.size), self.options()
-            k, v = (torch.randn(shape, **options) for _ in "kv")
+            k, v = laid_out(pick, *(torch.randn(shape, **options) for _ in "kv"))
             table = torch.randperm(blocks, device=self.device)[:-1].view(count, columns).int()
             where["block_table"] = table
             rows_of = lambda cache, b: cache[table[b].long()].flatten(0, 1)[: keys[b]]
@@ -677,7 +695,8 @@ class Cases:
         q, ours, new = self.tensor(batch, rows, self.heads, self.size), self.scores(), {}
         count = rows if pick.random() < 0.7 else pick.choice([1, 3, 20])
         cache, how = KvCache(self, batch, max(rows, count)), Quantization(self, batch)
-        caches = [how.codes(x.shape, self.device) for x in (cache.keys, cache.values)]
+        codes = (how.codes(x.shape, self.device) for x in (cache.keys, cache.values))
+        caches = laid_out(pick, *codes)
         if how.per == "none":
             # Numbers of all sizes: scores of which one is all that counts say little.
             q = q / 64
@@ -716,7 +735,7 @@ class Cases:
         """As engines call it, which write the keys themselves."""
         options, kv = self.options(), (self.kv_heads, self.size)
         how = Quantization(self, 3)
-        caches = [how.codes((24, 16, *kv), self.device) for _ in "kv"]
+        caches = laid_out(self.pick, *(how.codes((24, 16, *kv), self.device) for _ in "kv"))
         table = torch.randperm(24, device=self.device).view(3, 8).int()
         of_device = functools.partial(torch.tensor, dtype=torch.int32, device=self.device)
         scale = 1 / 64 if how.per == "none" else 1

@@ -109,11 +109,14 @@ class Planned:
 
     def paged(self, tensors):
         _, _, (blocks, size, columns), most, longest, rope, *wanted = self.numbers
-        counts_new, no_new, want_lse, has_tree, quantized = wanted
+        counts_new, no_new, want_lse, has_tree, quantized, *strides, pages, one_each = wanted
         names = ("query",) if no_new else ("query", "key", "value")
-        rows = {name: tensors[name].flatten(0, -3) for name in names}
+        rows = {
+            name: tokens_in_memory(tensors[name], by)
+            for name, by in zip(names, (*strides, strides[1]))
+        }
         caches = [tensors[name] for name in ("present_key", "present_value")]
-        caches = [cache.view(blocks, size, *cache.shape[-2:]) for cache in caches]
+        caches = [in_blocks(cache, (blocks, size, *cache.shape[-2:]), pages) for cache in caches]
         numbers = codes = lambda x, *_: x
         factors = None, None
         if quantized is not None:
@@ -124,6 +127,8 @@ class Planned:
             factors = [in_units(scale, per, kv_heads, head_size) for scale in scales]
         output = tensors["output"].view(rows["query"].shape)
         starts = tensors["cumulative_sequence_length"].tolist()
+        if one_each:
+            assert all(b - a == 1 for a, b in itertools.pairwise(starts))
         table = tensors["block_table"].view(-1, columns)
         for b, length in enumerate(tensors["seqlens_k"].tolist()):
             mine = slice(starts[b], starts[b + 1])
@@ -239,6 +244,23 @@ def in_memory(tensor, strides):
     return torch.as_strided(tensor, tensor.shape, (*strides, 1))
 
 
+def tokens_in_memory(tensor, strides):
+    """(tokens, heads, size) as kernels find it by strides of tokens and heads."""
+    shape = tensor.shape[:-2].numel(), *tensor.shape[-2:]
+    if strides is None:
+        assert tensor.is_contiguous()
+        return tensor.view(shape)
+    return torch.as_strided(tensor, shape, (*strides[1:], 1))
+
+
+def in_blocks(cache, shape, strides):
+    """A cache of blocks as kernels find it by their strides."""
+    if strides is None:
+        assert cache.is_contiguous()
+        return cache.view(shape)
+    return torch.as_strided(cache, shape, (*strides, 1))
+
+
 @unittest.skipIf(torch is None, "no torch")
 class Emulated(Cases, unittest.TestCase):
     device = "cpu"
@@ -302,6 +324,36 @@ class Emulated(Cases, unittest.TestCase):
         ):
             kernels = self.kernels(lambda: gqa.flash_attn_func(q, k, v, **given))
             self.assertEqual(kernels, ["gqa_hopper_masked_bf16_d128"], given.keys())
+
+    def test_caches_of_engines_are_read_where_they_are(self):
+        options = {"dtype": torch.bfloat16}
+        q = torch.randn(3, 1, 8, 128, **options)
+        new = {name: torch.randn(3, 1, 2, 256, **options)[..., :128] for name in "kv"}
+        table = torch.arange(12).view(3, 4).int()
+        where = {"cache_seqlens": torch.tensor([5, 40, 17]).int(), "block_table": table}
+        halves = torch.zeros(12, 16, 2, 256, **options)
+        in_blocks = torch.zeros(12, 2, 16, 2, 128, **options)
+        heads_first = torch.zeros(12, 2, 16, 256, **options).transpose(1, 2)
+        apart = torch.zeros(12, 16, 2, 128, **options), torch.zeros(12, 16, 2, 128, **options)
+        call = lambda k, v: gqa.flash_attn_with_kvcache(q, k, v, **new, **where)
+        wanted = self.kernels(lambda: call(*apart))
+        self.assertEqual(len(wanted), 1)
+        for pair in (halves.split(128, -1), in_blocks.unbind(1), heads_first.split(128, -1)):
+            with mock.patch.object(_cuda, "_told", set()) as told:
+                self.assertEqual(self.kernels(lambda: call(*pair)), wanted)
+                self.assertFalse(told)
+            for cache, other in zip(pair, apart):
+                self.assertTrue(torch.equal(cache, other))
+
+    def test_caches_that_are_copied_are_named_once(self):
+        options = {"dtype": torch.bfloat16}
+        q, lengths = torch.randn(1, 1, 2, 64, **options), torch.tensor([9]).int()
+        k, v = (torch.randn(1, 32, 2, 65, **options)[..., 1:] for _ in "kv")
+        with mock.patch.object(_cuda, "_told", set()), self.assertWarns(UserWarning) as warned:
+            for _ in range(2):
+                gqa.flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths)
+        self.assertEqual(len(warned.warnings), 1)
+        self.assertRegex(str(warned.warning), "copies k_cache with strides .*, v_cache with")
 
     def test_masks_in_whole_rows_are_not_copied(self):
         mask = torch.rand(3, 2, 5, 37) > 0.3

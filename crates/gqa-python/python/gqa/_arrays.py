@@ -3,6 +3,7 @@ has ``__dlpack__``. One plan computes a call, or the call is an error: there is 
 plans do not."""
 
 import functools
+import itertools
 import math
 import sys
 import weakref
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple, NoReturn, Optional
 
 import numpy as np
 
-from gqa import _cpu, _gqa
+from gqa import _cpu, _gqa, _strides
 from gqa._errors import invalid, mistyped
 from gqa._flash import Places, Scores, Sizes, block_size
 from gqa._gqa import GpuArray
@@ -579,7 +580,7 @@ def _paged(
     """
     heads, (k_cache, v_cache) = q.shape[-2], call.caches
     tokens = math.prod(q.shape[:-2])
-    _check_kernels(q, call.caches, new or (), rope, scores)
+    _check_kernels(q, rope, scores)
     sinks = _sinks(work, scores, q)
     cos = sin = turns = None
     longest = call.columns * call.block
@@ -611,19 +612,17 @@ def _paged(
     blocks = k_cache.shape[0] * k_cache.shape[1] // call.block
     cut = blocks, call.block, call.columns
     quantized = None
-    wanted = call.counts_new, new is None, want_lse, tree is not None, quantized
+    strides = _all_strides(q, new or (), call.caches, call.block)
+    one_each = all(b - a == 1 for a, b in itertools.pairwise(call.starts))
+    one_each = one_each and tokens == len(call.starts) - 1
+    wanted = call.counts_new, new is None, want_lse, tree is not None, quantized, *strides
+    wanted = *wanted, one_each
     numbers = len(call.starts) - 1, tokens, cut, most, longest, turns, *wanted
     work.run("paged", q, k_cache.shape[2], scores, sinks is not None, numbers, tensors)
     return out, lse
 
 
-def _check_kernels(
-    q: GpuArray,
-    caches: tuple[GpuArray, GpuArray],
-    new: Sequence[GpuArray],
-    rope: _Turns | None,
-    scores: Scores,
-) -> None:
+def _check_kernels(q: GpuArray, rope: _Turns | None, scores: Scores) -> None:
     """Errs where kernels do not do over blocks what becomes of scores, or read tensors."""
     if scores.window[1] not in (-1, 0):
         _refuse("window_size", scores.window, "a window of 0 or no bound behind a row's place")
@@ -631,11 +630,42 @@ def _check_kernels(
         _refuse("softmax_scale", 0, "another one")
     if q.shape[-1] % 8:
         _refuse("q", q.shape, "heads of a multiple of 8 elements")
-    names = "q", "k_cache", "v_cache", "k", "v", "rotary_cos", "rotary_sin"
-    arrays = q, *caches, *(new or (None, None)), *(rope[:2] if rope else ())
-    for name, array in zip(names, arrays):
-        if array is not None and array.strides() is not None:
+    for name, array in zip(("rotary_cos", "rotary_sin"), rope[:2] if rope else ()):
+        if array.strides() is not None:
             _refuse(name, "an array with strides", "a contiguous one")
+
+
+def _all_strides(
+    q: GpuArray, new: Sequence[GpuArray], caches: tuple[GpuArray, GpuArray], rows: int
+) -> tuple[_strides.Strides | None, ...]:
+    """Those of q, of new keys and values, and of caches in blocks of so many rows; None where they
+    are contiguous."""
+    element_bytes = 4 if q.dtype == "float32" else 2
+
+    def tokens(x: GpuArray) -> _strides.Strides | None:
+        return _strides.of_tokens(x.shape, (*(x.strides() or ()), 1), element_bytes)
+
+    def blocks(x: GpuArray) -> _strides.Strides | None:
+        return _strides.of_blocks(x.shape, (*(x.strides() or ()), 1), element_bytes, rows)
+
+    def alike(
+        names: Sequence[str],
+        arrays: Sequence[GpuArray],
+        read: Callable[[GpuArray], _strides.Strides | None],
+    ) -> _strides.Strides | None:
+        if all(array.strides() is None for array in arrays):
+            return None
+        found = [None if array.strides() is None else read(array) for array in arrays]
+        if found[0] is None or any(strides != found[0] for strides in found):
+            got = ", ".join(str(array.strides() or "contiguous") for array in arrays)
+            _refuse(", ".join(names), f"strides {got}", "contiguous arrays, or views of like strides")
+        return found[0]
+
+    return (
+        alike(["q"], [q], tokens),
+        alike("kv", new, tokens),
+        alike(["k_cache", "v_cache"], caches, blocks),
+    )
 
 
 def _varlen_over_blocks(

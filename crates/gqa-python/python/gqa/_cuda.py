@@ -1,12 +1,13 @@
 """Attention on an NVIDIA GPU, on torch's tensors."""
 
+import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Optional
 
 import torch
 from torch import Tensor
 
-from gqa import _fallback, _quantized, _steps
+from gqa import _fallback, _quantized, _steps, _strides
 from gqa._cpu import check_in_memory
 from gqa._errors import invalid, mistyped
 from gqa._flash import Places, Scores, Step, block_size
@@ -116,7 +117,8 @@ def with_kvcache(
     # What is wrong with them is found before anything is written.
     _sinks(scores, q), _slopes(scores, q.shape[0], q.shape[2])
     tree = None if tree is None else _aligned(tree.to(q.device))
-    in_place = places.first is None and _reads_blocks(q, cache, scores)
+    names = "k_cache", "v_cache"
+    in_place = places.first is None and _reads_blocks(q, cache, scores, names, places.table)
     in_place = in_place and _is_of_last_rows(q, cache.keys, new, places, scores, tree)
     if in_place and _rotates(rope, q.shape[1], scores):
         return _over_blocks(q, cache, new, rope, places, scores, want_lse, step, tree)
@@ -195,7 +197,7 @@ def _readable(tensor: Tensor) -> Tensor:
     return tensor if aligned and tensor.stride(-1) == 1 else _aligned(tensor)
 
 
-def _strides(tensor: Tensor) -> tuple[int, ...] | None:
+def _strides_of(tensor: Tensor) -> tuple[int, ...] | None:
     """Of batch entries, rows and heads; None where the tensor is contiguous."""
     if tensor.is_contiguous():
         return None
@@ -350,7 +352,7 @@ def _external(
         per = bias.shape[0] > 1, bias.shape[1] > 1
         declared = *per, bias.dtype == torch.bool, bias.shape[3]
     shortest = keys if shortest is None else min(shortest, keys)
-    numbers = batch, rows, keys, shortest, *map(_strides, (q, k, v)), want_lse, declared
+    numbers = batch, rows, keys, shortest, *map(_strides_of, (q, k, v)), want_lse, declared
     tensors: Tensors = {"query": q, "key": k, "value": v, "output": out, "lse": lse}
     tensors["seqlens_k"] = filled(q.device, batch, keys - 1) if lengths is None else lengths - 1
     tensors |= {"attention_bias": bias, "head_sink": sinks}
@@ -429,7 +431,8 @@ def _varlen_over_blocks(
     rows, keys = most
     table = _table(table, q.device, starts.shape[0] - 1)
     keys = min(keys, _room(cache.keys, table))
-    if _reads_blocks(q, cache, scores) and _are_last(rows, keys, scores):
+    in_place = _reads_blocks(q, cache, scores, ("k", "v"), table)
+    if in_place and _are_last(rows, keys, scores):
         size = cache.keys.shape[1]
         call = _Sequences(starts, lengths, True, table, size, rows, keys)
         kept: _Kept | None = None if step is None else (*step, [])
@@ -453,11 +456,44 @@ def _over_new_blocks(
     return _paged(q, Cache(keys, values), (k, v), None, call, scores)[0]
 
 
-def _reads_blocks(q: Tensor, cache: Cache, scores: Scores) -> bool:
-    """Whether paged kernels read the cache where it is, and know what becomes of scores."""
-    in_place = all(x.is_contiguous() and x.data_ptr() % 16 == 0 for x in cache.pair())
-    in_place = in_place and cache.has_whole_rows() and cache.keys.numel() > 0
-    return in_place and _suits_blocks(q, scores)
+def _reads_blocks(
+    q: Tensor,
+    cache: Cache,
+    scores: Scores,
+    names: tuple[str, str] | None = None,
+    table: Tensor | None = None,
+) -> bool:
+    """Whether paged kernels read the cache where it is, and know what becomes of scores. Where its
+    strides alone keep them from it, that is said once of tensors that have names."""
+    if not (cache.has_whole_rows() and cache.keys.numel() > 0 and _suits_blocks(q, scores)):
+        return False
+    rows = block_size(cache.keys.shape[1]) if table is None else cache.keys.shape[1]
+    in_place = all(x.data_ptr() % 16 == 0 for x in cache.pair())
+    if in_place and not all(x.is_contiguous() for x in cache.pair()):
+        keys, values = (_of_blocks(x, rows) for x in cache.pair())
+        in_place = keys is not None and keys == values
+    if not in_place and names is not None:
+        _tell_of_copies(names, cache.pair())
+    return in_place
+
+
+def _of_blocks(cache: Tensor, rows: int) -> _strides.Strides | None:
+    return _strides.of_blocks(cache.shape, cache.stride(), cache.element_size(), rows)
+
+
+_told: set[tuple[str, str]] = set()
+
+
+def _tell_of_copies(names: tuple[str, str], pair: tuple[Tensor, Tensor]) -> None:
+    if names in _told:
+        return
+    _told.add(names)
+    given = ", ".join(f"{name} with strides {x.stride()}" for name, x in zip(names, pair))
+    warnings.warn(
+        f"gqa copies {given}: kernels read both where their strides are alike and multiples of "
+        "16 bytes, and without block_table where one entry follows the other",
+        stacklevel=4,
+    )
 
 
 def _are_last(rows: int, keys: int, scores: Scores) -> bool:
@@ -509,16 +545,18 @@ def _asked(
     want_lse: bool,
     has_tree: bool = False,
 ) -> tuple[Any, ...]:
-    """What the planner is told of that.
-
-    Only how many elements tensors have is of importance, as they are contiguous.
-    """
+    """What the planner is told of that. q and new are as _in_place makes them."""
     (heads, size), (_, _, kv_heads, width) = q.shape[-2:], cache.keys.shape
     tokens, columns = q.numel() // (heads * size), call.table.shape[1]
     blocks = cache.keys.numel() // (call.block_size * kv_heads * width)
     numbers = (blocks, call.block_size, columns), call.most_tokens, call.longest
     turns = None if rope is None else (2 * rope[0].shape[1], rope[0].shape[0], rope[2])
-    wanted = turns, call.counts_new, new is None, want_lse, has_tree, cache.format()
+    pages = None
+    if not (cache.keys.is_contiguous() and cache.values.is_contiguous()):
+        pages = _of_blocks(cache.keys, call.block_size)
+    strides = _of_tokens(q), None if new is None else _of_tokens(new[0]), pages
+    wanted = turns, call.counts_new, new is None, want_lse, has_tree, cache.format(), *strides
+    wanted = *wanted, call.has_all_rows and call.most_tokens == 1
     return "paged", q, kv_heads, scores, call.lengths.shape[0], tokens, *numbers, *wanted
 
 
@@ -533,11 +571,12 @@ def _planned(
     tree: Tensor | None = None,
 ) -> tuple[Planned, Tensors]:
     """The plan of that, and its tensors."""
-    q = _aligned(q)
+    q, new = _in_place(q, new)
     heads, tokens = q.shape[-2], q.shape[:-2].numel()
-    out = torch.empty_like(q) if call.has_all_rows else torch.zeros_like(q)
+    make = torch.empty_like if call.has_all_rows else torch.zeros_like
+    out = make(q, memory_format=torch.contiguous_format)
     lse = q.new_full((heads, tokens), -torch.inf, dtype=torch.float32) if want_lse else None
-    k, v = (None, None) if new is None else (_aligned(new[0]), _aligned(new[1]))
+    k, v = (None, None) if new is None else new
     cos, sin, _ = (None, None, None) if rope is None else rope
     planned = plan(*_asked(q, cache, new, rope, call, scores, want_lse, tree is not None))
     k_scale, v_scale = (None, None) if cache.scales is None else cache.scales[1:]
@@ -560,6 +599,35 @@ def _planned(
         "lse": lse,
     }
     return planned, tensors
+
+
+def _in_place(
+    q: Tensor, new: tuple[Tensor, Tensor] | None
+) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+    """The same where kernels can read their strides, those of new keys and values alike, or else
+    contiguous copies."""
+    q = q if _has_tokens_in_place(q) else _aligned(q)
+    if new is None:
+        return q, None
+    k, v = new
+    alike = _of_tokens(k) == _of_tokens(v)
+    if alike and _has_tokens_in_place(k) and _has_tokens_in_place(v):
+        return q, new
+    return q, (_aligned(k), _aligned(v))
+
+
+def _has_tokens_in_place(x: Tensor) -> bool:
+    if x.data_ptr() % 16 != 0:
+        return False
+    return x.is_contiguous() or _of_tokens(x) is not None
+
+
+def _of_tokens(x: Tensor) -> _strides.Strides | None:
+    """Strides of tokens and heads; None where the tensor is contiguous, or kernels do not read
+    them."""
+    if x.is_contiguous():
+        return None
+    return _strides.of_tokens(x.shape, x.stride(), x.element_size())
 
 
 def _rope(rope: tuple[Any, Any, bool], q: Tensor) -> Rope:
@@ -659,7 +727,7 @@ def _over_blocks(
     else:
         size = cache.keys.shape[1]
         longest, starts = table.shape[1] * size, rising(q.device, batch + 1, rows)
-        call = _Sequences(starts, lengths, counts_new, table, size, rows, longest)
+        call = _Sequences(starts, lengths, counts_new, table, size, rows, longest, True)
     if rope is not None:
         call = call._replace(longest=min(call.longest, rope[0].shape[0]))
     kept = None
@@ -676,7 +744,7 @@ def _over_entries(q: Tensor, k_cache: Tensor, lengths: Tensor, counts_new: bool)
     columns = capacity // size
     table = rising(q.device, entries * columns, 1).view(entries, columns)
     starts = rising(q.device, batch + 1, rows)
-    return _Sequences(starts, lengths, counts_new, table, size, rows, capacity)
+    return _Sequences(starts, lengths, counts_new, table, size, rows, capacity, True)
 
 
 def _of_batch(
@@ -692,7 +760,6 @@ def _of_batch(
 ) -> _Results:
     """The same of q (batch, rows, heads, size), with log-sum-exps (batch, heads, rows)."""
     batch, rows, heads, _ = q.shape
-    call = call._replace(has_all_rows=True)
     out, lse = _paged(q, cache, new, rope, call, scores, want_lse, tree, kept)
     if lse is not None:
         lse = lse.view(heads, batch, rows).transpose(0, 1).contiguous()

@@ -65,7 +65,7 @@ class GpuArray:
     ) -> Any: ...
     def __dlpack_device__(self) -> tuple[int, int]: ...
 
-# Strides of batch entries, rows and heads, or None where a tensor is contiguous.
+# Strides of batch entries or blocks, rows and heads, or None where a tensor is contiguous.
 _Strides = tuple[int, int, int] | None
 
 @final
@@ -97,6 +97,10 @@ class Call:
         lse: bool,
         tree_mask: bool,
         quantized: tuple[str, str] | None,
+        q: _Strides,
+        kv: _Strides,
+        pages: _Strides,
+        one_each: bool,
     ) -> Call: ...
     def kernels(self, gpu: str) -> list[str]: ...
     def tensors(self, gpu: str) -> list[tuple[str, int]]: ...
