@@ -13,8 +13,9 @@ L2 cache, of both in shuffled rounds.
 
 Prints for each batch our time, the peer's over it, and it over the limit: the larger of bytes at
 4.3 TB/s and FLOP at 700 TFLOP/s, plus 3 us (an H200). Then geometric means, and the processor's
-time of an eager call. The same seed draws the same batches. Needs torch with a GPU and the gqa
-package; without `--peer` ours are timed alone.
+time of an eager call. With `--views` also our time over a cache whose keys and values lie side by
+side in one tensor, as vLLM has them, over that of a contiguous one. The same seed draws the same
+batches. Needs torch with a GPU and the gqa package; without `--peer` ours are timed alone.
 """
 import argparse
 import itertools
@@ -102,7 +103,7 @@ def traced(draw):
 class Tensors:
     """A batch's tensors: pages in an order of their own, and lengths on the GPU."""
 
-    def __init__(self, batch):
+    def __init__(self, batch, has_views=False):
         heads, kv_heads, size = batch.heads
         normal = lambda *shape: torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
         integers = lambda values: torch.tensor(values, device="cuda", dtype=torch.int32)
@@ -111,6 +112,8 @@ class Tensors:
         pages = sum(-(-keys // batch.page) for _, keys in batch.sequences)
         self.q = normal(self.tokens, heads, size)
         self.k, self.v = (normal(pages, batch.page, kv_heads, size) for _ in range(2))
+        both = torch.cat([self.k, self.v], -1) if has_views else None
+        self.views = both.split(size, -1) if has_views else ()
         self.starts = integers([0, *itertools.accumulate(new for new, _ in batch.sequences)])
         self.lengths = integers([keys for _, keys in batch.sequences])
         order = torch.randperm(pages).tolist()
@@ -123,17 +126,21 @@ class Tensors:
         self.out = torch.full_like(self.q, math.nan)
 
     def bytes(self):
-        tensors = self.q, self.k, self.v, self.out
+        tensors = self.q, self.k, self.v, self.out, *self.views
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def ours(batch, t):
+def over_views(batch, t):
+    return ours(batch, t, t.views)
+
+
+def ours(batch, t, cache=None):
     import gqa
 
     most, keys = t.longest
     lengths = {"max_seqlen_q": most, "max_seqlen_k": keys, "seqused_k": t.lengths}
     return lambda: gqa.flash_attn_varlen_func(
-        t.q, t.k, t.v, t.starts, **lengths, causal=True, block_table=t.table)
+        t.q, *(cache or (t.k, t.v)), t.starts, **lengths, causal=True, block_table=t.table)
 
 
 def theirs(batch, t):
@@ -184,11 +191,13 @@ def eager_us(run, calls=200):
     return 1e6 * taken / calls
 
 
-def measure(batch, has_peer, rounds, replays):
+def measure(batch, has_peer, has_views, rounds, replays):
     """Medians of our time and the peer's, the processor's times, and the error."""
-    first = Tensors(batch)
-    sets = [first] + [Tensors(batch) for _ in range(min(timing.sets(first.bytes()), 8) - 1)]
+    first = Tensors(batch, has_views)
+    count = min(timing.sets(first.bytes()), 8)
+    sets = [first] + [Tensors(batch, has_views) for _ in range(count - 1)]
     functions = {"gqa": ours} | ({"FlashAttention-3": theirs} if has_peer else {})
+    functions |= {"views": over_views} if has_views else {}
     runs = {name: [function(batch, t) for t in sets] for name, function in functions.items()}
     wrong = {name: error(batch, first, each[0]) for name, each in runs.items()}
     times = {name: [] for name in runs}
@@ -210,6 +219,7 @@ def main():
     parser.add_argument("--kind", default="decode,mixed,mixed,prefill", help=kinds)
     parser.add_argument("--trace", action="store_true", help="batches of a server's trace instead")
     parser.add_argument("--peer", metavar="FILE", help="_vllm_fa3_C.abi3.so of vLLM's wheel")
+    parser.add_argument("--views", action="store_true", help="over strided views, too")
     parser.add_argument("--rounds", type=timing.count, default=3)
     parser.add_argument("--replays", type=timing.count, default=5)
     options = parser.parse_args()
@@ -226,13 +236,15 @@ def main():
     rows, failed = [], False
     for number in range(options.count):
         batch = traced(draw) if options.trace else drawn(draw, kinds[number % len(kinds)])
-        found = measure(batch, options.peer is not None, options.rounds, options.replays)
+        also = options.peer is not None, options.views
+        found = measure(batch, *also, options.rounds, options.replays)
         us, cpu, wrong = found["gqa"]
         peer = found.get("FlashAttention-3", (math.nan,) * 3)
         limit = batch.limit_us()
         failed |= any(not each[2] < 0.03 for each in found.values())
         ratios = peer[0] / us, us / limit, peer[0] / limit
-        print(f"{us:8.1f} us  peer {ratios[0]:5.2f}  limit {ratios[1]:5.2f} "
+        views = f"views {found['views'][0] / us:.3f}  " if options.views else ""
+        print(f"{us:8.1f} us  {views}peer {ratios[0]:5.2f}  limit {ratios[1]:5.2f} "
               f"(peer {ratios[2]:5.2f})  cpu {cpu:5.1f} us (peer {peer[1]:5.1f})  "
               f"off by {wrong:.1e}  {batch}", flush=True)
         rows.append((batch.kind, *ratios))
