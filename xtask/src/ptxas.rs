@@ -29,7 +29,7 @@ const TARGETS: [&str; 5] = ["sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_120a"];
 /// `sm_89` for two blocks of 64 keys. `append_dequantized` and `paged_append` have four CTAs to an
 /// SM, which on Hopper is faster even with spills than three are without
 /// (`docs/results/2026-11-28-h200-float8-keys`, `2026-11-28-h200-batches`).
-const SPILLS: [(&str, &str, u32); 93] = [
+const SPILLS: [(&str, &str, u32); 98] = [
     ("gqa_append_dequantized", "sm_75", 128),
     ("gqa_append_dequantized", "sm_80", 128),
     ("gqa_append_dequantized", "sm_89", 128),
@@ -94,15 +94,20 @@ const SPILLS: [(&str, &str, u32); 93] = [
     ("gqa_hopper_paged_d192", "sm_90a", 12),
     ("gqa_hopper_paged_quantized_d128", "sm_90a", 16),
     ("gqa_hopper_paged_quantized_f8_d128", "sm_90a", 96),
-    ("gqa_paged_append", "sm_75", 28),
-    ("gqa_paged_append", "sm_80", 28),
-    ("gqa_paged_append", "sm_89", 28),
-    ("gqa_paged_append", "sm_90a", 28),
-    ("gqa_paged_append", "sm_100a", 28),
-    ("gqa_paged_append", "sm_103a", 28),
-    ("gqa_paged_append", "sm_120a", 28),
-    ("gqa_paged_append_quantized", "sm_90a", 20),
-    ("gqa_paged_append_quantized", "sm_120a", 60),
+    ("gqa_paged_append", "sm_75", 20),
+    ("gqa_paged_append", "sm_80", 20),
+    ("gqa_paged_append", "sm_89", 12),
+    ("gqa_paged_append", "sm_90a", 12),
+    ("gqa_paged_append", "sm_100a", 12),
+    ("gqa_paged_append", "sm_103a", 12),
+    ("gqa_paged_append", "sm_120a", 12),
+    ("gqa_paged_append_quantized", "sm_75", 32),
+    ("gqa_paged_append_quantized", "sm_80", 24),
+    ("gqa_paged_append_quantized", "sm_89", 24),
+    ("gqa_paged_append_quantized", "sm_90a", 64),
+    ("gqa_paged_append_quantized", "sm_100a", 64),
+    ("gqa_paged_append_quantized", "sm_103a", 64),
+    ("gqa_paged_append_quantized", "sm_120a", 32),
     ("gqa_paged_gaps_f32", "sm_75", 160),
     ("gqa_paged_gaps_f32", "sm_80", 144),
     ("gqa_paged_gaps_f32", "sm_89", 144),

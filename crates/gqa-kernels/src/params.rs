@@ -239,7 +239,7 @@ pub struct PageSteps {
     pub block: u32,
     /// Units from one row of a block to the next.
     pub row: u32,
-    /// Elements of a unit.
+    /// Elements of a unit, or bytes.
     pub unit: u32,
     /// Keeps the size a multiple of 8 without hidden padding.
     pub reserved: u32,
@@ -549,9 +549,8 @@ pub struct PagedParams {
     pub k: Strides,
     /// Strides of the new values given, likewise.
     pub v: Strides,
-    /// Strides of k_cache and v_cache in bytes, below 2^32 for heads and rows; a batch entry is a
-    /// block.
-    pub cache: Strides,
+    /// How far rows of k_cache and v_cache are apart, in bytes.
+    pub steps: PageSteps,
     /// Rotary embedding.
     pub rotary: RotaryParams,
     /// Sequences.
@@ -592,12 +591,16 @@ pub struct PagedParams {
     pub counts_new: u32,
     /// What a quantized cache holds: a [`Format`](crate::num::Format).
     pub format: u32,
+    /// Bytes of k_cache and v_cache from one KV head to the next.
+    pub head_bytes: u32,
+    /// Keeps the size a multiple of 8 without hidden padding.
+    pub reserved: u32,
 }
 
 layer!(
     PagedParams fixes q_heads, kv_heads, head_size, row_vectors, block_size, moves_queries, scales,
-    by_token, window, counts_new, format, cache; q in Strides; k in Strides; v in Strides; rotary
-    in RotaryParams
+    by_token, window, counts_new, format, steps, head_bytes, reserved; q in Strides; k in Strides;
+    v in Strides; rotary in RotaryParams
 );
 
 /// Scalars of `paged_gaps`.
@@ -737,7 +740,7 @@ const _: () =
 const _: () = assert!(size_of::<DecodeParams>() == size_of::<AttentionParams>() + 2 * 24 + 14 * 4);
 const _: () = assert!(size_of::<PrologueParams>() == 6 * 24 + 16 * 4);
 const _: () = assert!(size_of::<PagedDecodeParams>() == size_of::<DecodeParams>() + 16 + 6 * 4);
-const _: () = assert!(size_of::<PagedParams>() == 4 * 24 + 22 * 4);
+const _: () = assert!(size_of::<PagedParams>() == 3 * 24 + 16 + 24 * 4);
 const _: () = assert!(size_of::<ScatterParams>() == 2 * 24 + 6 * 4);
 const _: () = assert!(size_of::<QuantizeOutputParams>() == 2 * 24 + 4 * 4);
 const _: () = assert!(size_of::<RollingBiasParams>() == 24 + size_of::<RollingParams>() + 3 * 4);

@@ -193,7 +193,7 @@ impl<T: Element> Call<'_, T> {
             }
         }
         let place = self.blocks.row(&self.p.paged, row.b, key);
-        place.map_or(NOWHERE, |place| place.number(&self.p.paged))
+        place.map_or(NOWHERE, |Place(place)| place)
     }
 
     /// A warp's keys from `begin` on join the row's softmax, and their values from `column` on its
@@ -332,7 +332,7 @@ impl<T: Element> Cache<T> {
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn load(&self, p: &PagedGapsParams, place: u32, head: u32, e: u32) -> f32 {
         let PagedParams { head_size, scales, .. } = p.paged;
-        let place = Place::of(&p.paged, place);
+        let place = Place(place);
         let start = place.byte(&p.paged, head);
         if self.codes.is_null() {
             return self.elements.load(start / size_of::<T>() + e as usize).to_f32();

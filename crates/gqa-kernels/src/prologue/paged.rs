@@ -31,7 +31,7 @@ use super::walk::Walk;
 use crate::concept::pages::{Length, Sequence};
 use crate::concept::scales::{ScalesPer, are_of_rows};
 use crate::num::{Code, Divisor, Element, quotient};
-use crate::params::{PagedParams, Strides};
+use crate::params::PagedParams;
 use crate::simt::Global;
 
 /// Where the rows of batch entry `b` are.
@@ -67,41 +67,39 @@ fn owner_of(p: &PagedParams, starts: Global<i32>, token: u32) -> (u32, u32) {
     (low, token.saturating_sub(start(low)))
 }
 
-/// A row of the cache.
+/// A row of the cache, counted in the units of its [`PageSteps`](crate::params::PageSteps): of a contiguous cache, where rows
+/// may have scales, its number.
 #[derive(Clone, Copy)]
-pub(super) struct Place {
-    block: u32,
-    /// Within the block.
-    row: u32,
-}
+pub(super) struct Place(pub u32);
 
 impl Place {
-    /// The row of that number, counted through all blocks.
+    /// Row `row` of a block.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub fn of(p: &PagedParams, number: u32) -> Self {
-        let block = quotient(number, p.block_size);
-        Self { block, row: number - block * p.block_size }
+    fn new(p: &PagedParams, block: u32, row: u32) -> Self {
+        Self(block * p.steps.block + row * p.steps.row)
     }
 
-    /// Its number.
+    /// The row of that number, counted through all blocks.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub fn number(self, p: &PagedParams) -> u32 {
-        self.block * p.block_size + self.row
+    fn of(p: &PagedParams, number: u32) -> Self {
+        if p.steps.block == p.block_size && p.steps.row == 1 {
+            return Self(number);
+        }
+        let block = quotient(number, p.block_size);
+        Self::new(p, block, number - block * p.block_size)
     }
 
     /// The byte of k_cache and v_cache where a KV head's row begins.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn byte(self, p: &PagedParams, head: u32) -> usize {
-        let step = |n: u32, bytes: u64| u64::from(n) * u64::from(bytes as u32);
-        let Strides { batch: block, head: of_head, row } = p.cache;
-        let start = u64::from(self.block) * block;
-        (start + step(head, of_head) + step(self.row, row)) as usize
+        let of_head = u64::from(head) * u64::from(p.head_bytes);
+        (u64::from(self.0) * u64::from(p.steps.unit) + of_head) as usize
     }
 
     /// Index of the scale of a KV head's row.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn scale(self, p: &PagedParams, head: u32) -> usize {
-        self.number(p) as usize * p.kv_heads as usize + head as usize
+        self.0 as usize * p.kv_heads as usize + head as usize
     }
 }
 
@@ -118,7 +116,7 @@ impl Blocks {
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn row(self, p: &PagedParams, b: u32, row: u32) -> Option<Place> {
         let block = self.entry(p, b, row / p.block_size);
-        (block < p.blocks).then(|| Place { block, row: row % p.block_size })
+        (block < p.blocks).then(|| Place::new(p, block, row % p.block_size))
     }
 
     /// Entry `nth` of a sequence's row of the table; `p.blocks` or more where it leads outside of

@@ -35,17 +35,19 @@ proptest! {
         let strides = |heads: u32| {
             Strides { batch: 0, head: u64::from(head_size), row: u64::from(heads * head_size) }
         };
-        let cache = |bytes: u32| {
-            let [head, row] = [bytes, kv_heads * bytes].map(u64::from);
-            Strides { batch: u64::from(block_size) * row, head, row }
+        let in_bytes = |head_bytes: u32, p: PagedParams| {
+            let steps = PageSteps { block: block_size, row: 1, unit: kv_heads * head_bytes, reserved: 0 };
+            PagedParams { steps, head_bytes, ..p }
         };
         let p = PagedParams {
-            q: strides(q_heads), k: strides(kv_heads), v: strides(kv_heads), cache: cache(4 * head_size),
+            q: strides(q_heads), k: strides(kv_heads), v: strides(kv_heads),
             rotary: RotaryParams { dim: 16, max_positions: 3, ..RotaryParams::default() },
             batch, q_heads, kv_heads, head_size, row_vectors: head_size / 4, q_len, tokens,
             capacity: (per_sequence * block_size).min(7), blocks, block_size, per_sequence,
             moves_queries: moves.into(), scales: if by_row { PER_TOKEN } else { 0 }, by_token: (by_token && !moves).into(), least: 2, window, counts_new: counts_new.into(), format,
+            ..PagedParams::zeroed()
         };
+        let p = in_bytes(4 * head_size, p);
         let rows = |count: u32, heads: u32| vec![0.5f32; (count * heads * head_size) as usize];
         let [starts, past, table, slots] = integers;
         let (starts, past) = (&starts[..batch as usize + 1], &past[..batch as usize]);
@@ -64,7 +66,7 @@ proptest! {
             Arg::write(&mut k_cache), Arg::write(&mut v_cache), Arg::params(&p),
         ]).or_else(overlaps)?;
         let mut codes = [(); 2].map(|()| vec![0u16; k_cache.len() / 2]);
-        let of_codes = PagedParams { cache: cache(head_size), ..p };
+        let of_codes = in_bytes(head_size, p);
         let [k_codes, v_codes] = &mut codes;
         let count = if by_row { blocks * block_size * kv_heads } else { 1 };
         let [mut k_scale, mut v_scale] = [(); 2].map(|()| vec![0.5f32; count as usize]);

@@ -20,7 +20,7 @@
 //! In the last column queries stay where they are if every sequence has one token, nothing turns
 //! them or takes them apart, and they are contiguous.
 
-use super::build::{element, find, launch, pages_strides, tensor, u32_of};
+use super::build::{element, find, launch, page_steps, pages_strides, tensor, u32_of};
 use super::contiguous::Composed;
 use super::device::DeviceInfo;
 use super::launch::{Arg, Launch};
@@ -118,11 +118,12 @@ struct Prologue<'a> {
 impl<'a> Prologue<'a> {
     fn new(p: &'a Problem, pages: Pages, rows: Rows) -> Result<Self> {
         let size = p.dtype.size();
+        let cache = pages_strides(p, pages, 1);
         let params = PagedParams {
             q: rows.query.strides,
             k: rows.key.strides,
             v: rows.value.strides,
-            cache: pages_strides(p, pages, 1),
+            steps: page_steps(cache),
             rotary: rotary_params(p.rotary, 0)?,
             batch: u32_of("batch", p.batch)?,
             q_heads: u32_of("query heads", p.q_heads)?,
@@ -135,6 +136,8 @@ impl<'a> Prologue<'a> {
             window: u32_of("window", p.window.unwrap_or(0).min(p.capacity))?,
             counts_new: pages.counts_new.into(),
             format: format(p),
+            head_bytes: cache.head as u32,
+            reserved: 0,
             q_len: u32_of("query rows", p.q_len)?,
             tokens: u32_of("tokens", pages.tokens)?,
             capacity: u32_of("rows of a sequence", p.capacity)?,

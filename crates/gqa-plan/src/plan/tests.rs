@@ -2011,7 +2011,8 @@ fn paged_reach(name: &str, problem: &Problem, p: &PagedParams, element: usize) -
         "k_cache" | "v_cache" | "k_codes" | "v_codes" => {
             let [.., width] = problem.key_cache_shape(0);
             let row = (width * problem.key_cache_dtype().size()) as u32;
-            reach(p.cache, [p.blocks, problem.kv_heads as u32, p.block_size], row)
+            let dims = [p.blocks, problem.kv_heads as u32, p.block_size];
+            pages_reach(p.steps, p.head_bytes.into(), dims, row)
         }
         "k_scale" | "v_scale" => scales_reach(problem),
         "present_k" | "present_v" => rows(p.batch * p.capacity, p.kv_heads),
