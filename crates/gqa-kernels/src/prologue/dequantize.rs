@@ -7,11 +7,11 @@
 //! without tokens.
 //!
 //! One thread has a vector of each of four rows. Tensors: k_cache, v_cache (block, row, KV head,
-//! head size) with strides, quantized values in half words; k_scale, v_scale of one element, (KV head), (KV
-//! head, head size) or (block, row, KV head); k, v (batch, [`blocks_of_sequence`] blocks, row, KV
-//! head, head size); table (batch, those blocks), of which entries behind the rows of a sequence
-//! stay as they are, as such rows do. Rows that no token sees are not read; they get the numbers of
-//! zero bytes.
+//! head size) with strides, quantized values in half words; k_scale, v_scale of one element, (KV
+//! head), (KV head, head size) or (block, row, KV head); k, v (batch, [`blocks_of_sequence`]
+//! blocks, row, KV head, head size); table (batch, those blocks), of which entries behind the rows
+//! of a sequence stay as they are, as such rows do. Rows that no token sees are not read; they get
+//! the numbers of zero bytes.
 
 use super::paged::{Blocks, Place, sequence_of};
 use super::quantize::{load_vector, numbers};

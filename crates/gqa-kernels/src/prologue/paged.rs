@@ -17,11 +17,11 @@
 //!
 //! Tensors: q, k, v of tokens with their strides; starts (batch + 1); past_seqlens (batch);
 //! block_table (batch, per_sequence); slot_mapping (tokens) or null; k_cache, v_cache (block, row,
-//! KV head, head size) with strides, of quantized values in half words; k_scale, v_scale of one element, (KV
-//! head), (KV head, head size) or (block, row, KV head); q_out, rows, (batch, S, query head, head
-//! size); present_k, present_v (batch, KV head, capacity, head size) and scales of their rows, or
-//! null; lengths (batch); out (tokens, query head, head size); row_lse (batch, query head, S) and
-//! lse (query head, tokens) or null. Whatever the integers are, nothing outside of these is
+//! KV head, head size) with strides, of quantized values in half words; k_scale, v_scale of one
+//! element, (KV head), (KV head, head size) or (block, row, KV head); q_out, rows, (batch, S, query
+//! head, head size); present_k, present_v (batch, KV head, capacity, head size) and scales of their
+//! rows, or null; lengths (batch); out (tokens, query head, head size); row_lse (batch, query head,
+//! S) and lse (query head, tokens) or null. Whatever the integers are, nothing outside of these is
 //! touched.
 
 use super::quantize::{Divisors, store_quotients, store_vector};

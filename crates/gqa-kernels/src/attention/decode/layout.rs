@@ -57,8 +57,8 @@ pub trait Layout: Copy {
     /// row, and how far it is from one row to the next.
     fn scales(self, a: &AttentionParams, rows: &Rows) -> (usize, u32);
 
-    /// The place in the cache of a row of the sequence, or nowhere. Where rows have scales it is the
-    /// row's number among these.
+    /// The place in the cache of a row of the sequence, or nowhere. Where rows have scales it is
+    /// the row's number among these.
     fn place(self, row: u32) -> u32;
 
     /// Whether a place is a row of the cache.
