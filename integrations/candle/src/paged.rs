@@ -130,7 +130,8 @@ impl PagedKvCache {
         let [block_size, per_sequence] = [self.tables.block_size(), grown.per_sequence];
         let cache = [self.blocks, block_size, per_sequence];
         let most = batch.iter().map(|(_, tokens)| *tokens).max().unwrap_or_default();
-        let call = match batch.iter().all(|(_, tokens)| *tokens == 1) {
+        let one_each = most == 1 && tokens == batch.len();
+        let call = match one_each && batch.iter().all(|(_, tokens)| *tokens == 1) {
             true => Paged::decode(batch.len(), cache),
             false => Paged::new(batch.len(), tokens, cache).most_tokens(most),
         };
