@@ -1,12 +1,15 @@
 """Which strides kernels read. A tensor that has others is copied."""
 
+import math
 from collections.abc import Sequence
 
 # Elements from one block to the next, from a row to the next and from a head to the next; 0 in
 # place of those of dimensions of 1.
 Strides = tuple[int, int, int]
 _VECTOR_BYTES = 16
-_MOST = 1 << 32
+# Of a stride, and of the units that divide the strides of blocks and rows up to the last row: what
+# the planner takes.
+_MOST_BYTES, _MOST_PLACES = 1 << 32, 1 << 31
 
 
 def of_blocks(
@@ -31,8 +34,10 @@ def of_blocks(
         if n > 1 and stride < end:
             return None
         end += (n - 1) * stride
-    known = all(n % (_VECTOR_BYTES // element_bytes) == 0 and n < _MOST for n in (block, row, head))
-    return (block, row, head) if known else None
+    places = ((count - 1) * block + (rows - 1) * row) // max(math.gcd(block, row), 1)
+    apart = [n * element_bytes for n in (block, row, head)]
+    known = all(n % _VECTOR_BYTES == 0 and n < _MOST_BYTES for n in apart)
+    return (block, row, head) if known and places + 1 < _MOST_PLACES else None
 
 
 def of_tokens(
