@@ -7,8 +7,8 @@ use std::path::{Path, PathBuf};
 
 /// The most columns of a line, as rustfmt has it for code.
 const MOST: usize = 100;
-/// Folders with build products or measurements.
-const LEFT_OUT: [&str; 6] = ["target", "bundle", "dist", "results", "node_modules", ".git"];
+/// Folders with build products or measurements. So are hidden ones, such as a `.venv` of a reader's.
+const LEFT_OUT: [&str; 5] = ["target", "bundle", "dist", "results", "node_modules"];
 
 /// Errs where a comment in Rust or a line of Markdown is longer.
 pub fn check() -> Result<()> {
@@ -32,7 +32,8 @@ pub fn check() -> Result<()> {
 fn collect(folder: &Path, files: &mut Vec<PathBuf>) -> Result<()> {
     for entry in fs::read_dir(folder)? {
         let path = entry?.path();
-        let is_left_out = LEFT_OUT.iter().any(|name| path.ends_with(name));
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        let is_left_out = name.starts_with('.') || LEFT_OUT.contains(&&*name);
         if path.is_dir() && !is_left_out {
             collect(&path, files)?;
         } else if path.extension().is_some_and(|extension| extension == "rs" || extension == "md") {

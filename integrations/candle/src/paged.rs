@@ -130,8 +130,7 @@ impl PagedKvCache {
         let [block_size, per_sequence] = [self.tables.block_size(), grown.per_sequence];
         let cache = [self.blocks, block_size, per_sequence];
         let most = batch.iter().map(|(_, tokens)| *tokens).max().unwrap_or_default();
-        let one_each = most == 1 && tokens == batch.len();
-        let call = match one_each && batch.iter().all(|(_, tokens)| *tokens == 1) {
+        let call = match most == 1 && tokens == batch.len() {
             true => Paged::decode(batch.len(), cache),
             false => Paged::new(batch.len(), tokens, cache).most_tokens(most),
         };
