@@ -67,8 +67,10 @@ fn owner_of(p: &PagedParams, starts: Global<i32>, token: u32) -> (u32, u32) {
     (low, token.saturating_sub(start(low)))
 }
 
-/// A row of the cache, counted in the units of its [`PageSteps`](crate::params::PageSteps): of a contiguous cache, where rows
+/// A row of the cache, counted in the units of its [`PageSteps`]: of a contiguous cache, where rows
 /// may have scales, its number.
+///
+/// [`PageSteps`]: crate::params::PageSteps
 #[derive(Clone, Copy)]
 pub(super) struct Place(pub u32);
 

@@ -74,7 +74,8 @@ proptest! {
         start(entry("paged_append_quantized", DType::F32), 2, seed, &[
             Arg::read(&q), Arg::read(&kv), Arg::read(&kv), Arg::read(&angles), Arg::read(&angles), Arg::null(), Arg::write(&mut k_scale),
             Arg::write(&mut v_scale), Arg::read(starts), Arg::read(past), Arg::read(table), slots(),
-            if moves { Arg::write(&mut padded) } else { Arg::null() }, Arg::write(k_codes), Arg::write(v_codes), Arg::params(&of_codes),
+            if moves { Arg::write(&mut padded) } else { Arg::null() }, Arg::write(k_codes),
+            Arg::write(v_codes), Arg::params(&of_codes),
         ]).or_else(overlaps)?;
         start(entry("paged_gather", DType::F32), 2, seed, &[
             Arg::read(starts), Arg::read(past), Arg::read(table), slots(), Arg::read(&k_cache), Arg::read(&v_cache),
@@ -87,7 +88,8 @@ proptest! {
         let ([mut k, mut v], mut tables) = ([values.clone(), values], vec![-7i32; numbers]);
         start(entry("paged_dequantize", DType::BF16), 2, seed, &[
             Arg::read(&k_scale), Arg::read(&v_scale), Arg::read(starts), Arg::read(past), Arg::read(table), Arg::read(&k_codes[..]),
-            Arg::read(&v_codes[..]), Arg::write(&mut k), Arg::write(&mut v), Arg::write(&mut tables), Arg::params(&of_codes),
+            Arg::read(&v_codes[..]), Arg::write(&mut k), Arg::write(&mut v), Arg::write(&mut tables),
+            Arg::params(&of_codes),
         ])?;
         prop_assert!((0..).zip(&tables).all(|(own, &table)| table == -7 || table == own));
         prop_assert!(lengths.iter().all(|&last| (-1..p.capacity as i32).contains(&last)));
@@ -96,7 +98,9 @@ proptest! {
             Arg::write(&mut lse), Arg::params(&p),
         ]).or_else(overlaps)?;
         let gaps = PagedGapsParams {
-            paged: PagedParams { least: 0, ..if by_token { of_codes } else { p } }, format: Format::Int8 as u32, parts: 2, causal: has_slots.into(), sink: 0, scale: 0.25, softcap: 0.0,
+            paged: PagedParams { least: 0, ..if by_token { of_codes } else { p } },
+            format: Format::Int8 as u32, parts: 2, causal: has_slots.into(), sink: 0, scale: 0.25,
+            softcap: 0.0,
         };
         let words = vec![-1i64; tokens as usize];
         let (has_codes, has_tree) = (by_token, moves && !has_slots);
@@ -141,7 +145,8 @@ proptest! {
                 new_len: if appends { q_len } else { 0 }, splits: 1, clusters: decode::clusters(&attention, height), rows: height,
                 at_a_time: 4, ..DecodeParams::zeroed()
             },
-            steps: steps(rows, of_keys), per_sequence, log_block_size: rows.ilog2(), blocks, tokens: tokens.max(batch), longest: q_len + more, counts_new: counts_new.into(),
+            steps: steps(rows, of_keys), per_sequence, log_block_size: rows.ilog2(), blocks,
+            tokens: tokens.max(batch), longest: q_len + more, counts_new: counts_new.into(),
         };
         let values = |count: u32| vec![bf16::from_f32(0.5); (count * head_size) as usize];
         let (q, kv, angles) = (values(p.tokens * q_heads), values(p.tokens * kv_heads), vec![bf16::from_f32(0.5); 3 * 32]);
@@ -197,7 +202,8 @@ proptest! {
         };
         let p = PagedTiledParams {
             attention, rotary: RotaryParams { dim: if rotates { 64 } else { 0 }, max_positions: 3, ..RotaryParams::default() },
-            steps: steps(rows, of_keys), tokens, per_sequence, log_block_size: rows.ilog2(), blocks, least, counts_new: counts_new.into(),
+            steps: steps(rows, of_keys), tokens, per_sequence, log_block_size: rows.ilog2(), blocks,
+            least, counts_new: counts_new.into(),
         };
         let values = |count: u32| vec![bf16::from_f32(0.5); (count * head_size) as usize];
         let (q, kv, angles) = (values(tokens * q_heads), values(blocks * rows * kv_heads), vec![bf16::from_f32(0.5); 3 * 32]);
