@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 /// The most columns of a line, as rustfmt has it for code.
 const MOST: usize = 100;
-/// Folders with build products or measurements. So are hidden ones, such as a `.venv` of a reader's.
+/// Folders with build products or measurements. So are hidden ones, such as a reader's `.venv`.
 const LEFT_OUT: [&str; 5] = ["target", "bundle", "dist", "results", "node_modules"];
 
 /// Errs where a comment in Rust or a line of Markdown is longer.
