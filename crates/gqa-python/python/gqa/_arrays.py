@@ -615,8 +615,7 @@ def _paged(
     strides = _all_strides(q, new or (), call.caches, call.block)
     one_each = all(b - a == 1 for a, b in itertools.pairwise(call.starts))
     one_each = one_each and tokens == len(call.starts) - 1
-    wanted = call.counts_new, new is None, want_lse, tree is not None, quantized, *strides
-    wanted = *wanted, one_each
+    wanted = call.counts_new, new is None, want_lse, tree is not None, quantized, *strides, one_each
     numbers = len(call.starts) - 1, tokens, cut, most, longest, turns, *wanted
     work.run("paged", q, k_cache.shape[2], scores, sinks is not None, numbers, tensors)
     return out, lse
@@ -658,7 +657,8 @@ def _all_strides(
         found = [None if array.strides() is None else read(array) for array in arrays]
         if found[0] is None or any(strides != found[0] for strides in found):
             got = ", ".join(str(array.strides() or "contiguous") for array in arrays)
-            _refuse(", ".join(names), f"strides {got}", "contiguous arrays, or views of like strides")
+            allowed = "contiguous arrays, or views of like strides"
+            _refuse(", ".join(names), f"strides {got}", allowed)
         return found[0]
 
     return (

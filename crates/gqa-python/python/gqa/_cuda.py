@@ -556,8 +556,8 @@ def _asked(
         pages = _of_blocks(cache.keys, call.block_size)
     strides = _of_tokens(q), None if new is None else _of_tokens(new[0]), pages
     wanted = turns, call.counts_new, new is None, want_lse, has_tree, cache.format(), *strides
-    wanted = *wanted, call.has_all_rows and call.most_tokens == 1
-    return "paged", q, kv_heads, scores, call.lengths.shape[0], tokens, *numbers, *wanted
+    one_each = call.has_all_rows and call.most_tokens == 1
+    return "paged", q, kv_heads, scores, call.lengths.shape[0], tokens, *numbers, *wanted, one_each
 
 
 def _planned(
