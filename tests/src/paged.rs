@@ -122,6 +122,22 @@ pub fn paged_mixed(steps: BoxedStrategy<Case>, max_rows: usize) -> BoxedStrategy
     mixed(steps, max_rows, [1..=12, 1..=1])
 }
 
+/// Calls for the kernels that divide the work of all sequences: those of [`paged_steps`] with one
+/// more sequence, whose `rows` rows are many, and which brings up to 40 tokens.
+pub fn paged_long(
+    steps: BoxedStrategy<Case>,
+    rows: std::ops::RangeInclusive<usize>,
+) -> BoxedStrategy<PagedCase> {
+    let long = (rows, 1..=40usize, any::<prop::sample::Index>());
+    (paged_steps(steps, 60), long)
+        .prop_map(|(mut case, (past, new, place))| {
+            let place = place.index(case.sequences.len() + 1);
+            case.sequences.insert(place, [past, new]);
+            case
+        })
+        .boxed()
+}
+
 /// The same with more sequences than a warp of `hopper_paged` examines at once.
 pub fn paged_crowds(steps: BoxedStrategy<Case>, max_rows: usize) -> BoxedStrategy<PagedCase> {
     mixed(steps, max_rows, [30..=60, 1..=2])

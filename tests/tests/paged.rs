@@ -1,14 +1,16 @@
 //! PagedAttention on every back end, against the f64 reference.
 
+use gqa_host::DType;
 use gqa_host::backend::cpu::Cpu;
 use gqa_host::backend::sim::Sim;
-use gqa_host::plan::{DeviceInfo, PlanOptions};
+use gqa_host::plan::{DeviceInfo, PlanOptions, plan};
 use gqa_tests::{
-    DECODE_KERNELS, PREFILL_KERNELS, Unchecked, any_dtype, case, copied, cut_off, half_dtype,
-    heads_up_to, in_place, paged, paged_concurrent, paged_crowds, paged_mixed, paged_prompts,
-    paged_reads, paged_steps, parity, quantized, reads_with_gaps, slow_device, steps, with_gaps,
-    with_row_scales, with_some_lse,
+    Case, DECODE_KERNELS, PREFILL_KERNELS, PagedCase, Parity, Unchecked, any_dtype, case, copied,
+    cut_off, half_dtype, heads_up_to, in_place, paged, paged_concurrent, paged_crowds, paged_long,
+    paged_mixed, paged_prompts, paged_reads, paged_steps, parity, quantized, reads_with_gaps,
+    slow_device, steps, with_gaps, with_row_scales, with_some_lse,
 };
+use proptest::strategy::{BoxedStrategy, Strategy};
 
 #[test]
 fn on_the_cpu() {
@@ -79,6 +81,42 @@ fn mixed_batches() {
     for slow in [4, 132].map(slow_device) {
         let cases = paged_concurrent(paged_mixed(steps(24), 60), &slow, PREFILL_KERNELS);
         parity("sim, mixed batches, prefill first", 5, cases, &Sim::default().with_device(slow));
+    }
+}
+
+/// Of these calls, such as the forced kernel takes.
+fn in_place_by(options: &PlanOptions, cases: BoxedStrategy<PagedCase>) -> BoxedStrategy<PagedCase> {
+    let options = options.clone();
+    let is_taken = move |case: &PagedCase| {
+        plan(&case.problem().expect("legal"), &DeviceInfo::h200(), &options).is_ok()
+    };
+    cases.prop_filter("the kernel takes it", is_taken).boxed()
+}
+
+/// Heads that share row tiles, and long row tiles in parts, which are merged.
+#[test]
+fn long_sequences_in_parts() {
+    let kernels = [
+        ("gqa_hopper_paged_split_f16_d64", DType::F16, 64),
+        ("gqa_hopper_paged_split_bf16_d128", DType::BF16, 128),
+    ];
+    for (name, dtype, head_size) in kernels {
+        let of = move |case: PagedCase| PagedCase {
+            case: Case {
+                dtype,
+                head_size,
+                rotary: case.case.rotary.map(|(sixteenths, interleaved, positions)| {
+                    (1 + (sixteenths - 1) % (head_size / 16), interleaved, positions)
+                }),
+                ..case.case
+            },
+            ..case
+        };
+        let options = PlanOptions { force: Some(name), ..PlanOptions::default() };
+        let cases = in_place_by(&options, paged_long(steps(8), 600..=1300).prop_map(of).boxed());
+        let sim = Sim::default().with_options(options);
+        parity(&format!("sim, parts, {name}"), 6, cases.clone(), &sim);
+        parity(&format!("sim, parts, gaps, {name}"), 2, with_gaps(cases), &sim);
     }
 }
 

@@ -136,7 +136,7 @@ fn value(arg: &Arg) -> Value {
             "offset": map.offset,
             "size": map.size,
             "stride": map.stride,
-            "box": [TensorMap::TILE_COLUMNS, map.tile_rows, 1, 1],
+            "box": [TensorMap::TILE_COLUMNS, map.tile[0], map.tile[1], 1],
         }),
     }
 }

@@ -20,7 +20,7 @@ pub(super) fn encode(
 ) -> Result<EncodedTensorMap, DriverError> {
     let mut encoded = EncodedTensorMap::default();
     let size = map.size.map(u64::from);
-    let tile = [TensorMap::TILE_COLUMNS, map.tile_rows, 1, 1];
+    let tile = [TensorMap::TILE_COLUMNS, map.tile[0], map.tile[1], 1];
     let element_stride = [1u32; 4];
     // SAFETY: rank 4, so four sizes, boxes and element strides and three strides; the driver
     // writes the map's 128 bytes.

@@ -221,12 +221,21 @@ pub struct PagedHopperParams {
     pub is_secondary: u32,
     /// 1: lengths count the new tokens. 0: the rows before them.
     pub counts_new: u32,
+    /// Query heads of a row tile; divides the query heads of a KV head, 64 at most.
+    pub tile_heads: u32,
+    /// Work is counted in this many equal shares: work tiles longer than one are split.
+    pub shares: u32,
+    /// Parts of work tiles that scratch memory has room for; 0: nothing is split.
+    pub parts: u32,
+    /// Fewest key tiles of a part.
+    pub shortest: u32,
     /// Keeps the size a multiple of 8 without hidden padding.
     pub reserved: u32,
 }
 
 layer!(
-    PagedHopperParams fixes log_block_size, is_secondary, counts_new, reserved; hopper in
+    PagedHopperParams fixes log_block_size, is_secondary, counts_new, tile_heads, shortest,
+    reserved; hopper in
     HopperParams; hopper.attention.k in Strides; hopper.attention.v in Strides
 );
 
@@ -731,7 +740,7 @@ const _: () = assert!(size_of::<HopperParams>() == size_of::<AttentionParams>() 
 const _: () = assert!(size_of::<Float8Params>() == size_of::<AttentionParams>() + 2 * 4);
 const _: () =
     assert!(size_of::<Float8OperandsParams>() == size_of::<AttentionParams>() + 2 * 24 + 8 * 4);
-const _: () = assert!(size_of::<PagedHopperParams>() == size_of::<HopperParams>() + 10 * 4);
+const _: () = assert!(size_of::<PagedHopperParams>() == size_of::<HopperParams>() + 14 * 4);
 const _: () =
     assert!(size_of::<PagedTiledParams>() == size_of::<AttentionParams>() + 4 * 4 + 16 + 6 * 4);
 const _: () = assert!(size_of::<QuantizedHopperParams>() == size_of::<HopperParams>() + 2 * 4);

@@ -258,12 +258,12 @@ impl<'a> Memory<'a> {
 
     /// A tensor map of the memory behind it.
     fn bind_map(&self, map: TensorMap) -> gqa_sim::Arg<'a> {
-        let TensorMap { id, offset, bytes, size, stride, tile_rows } = map;
+        let TensorMap { id, offset, bytes, size, stride, tile } = map;
         let memory = match id {
             Some(id) => self.bind(Arg::Tensor { id, offset }),
             None => self.bind(Arg::Workspace { offset, bytes }),
         };
-        let tile = [TensorMap::TILE_COLUMNS, tile_rows, 1, 1];
+        let tile = [TensorMap::TILE_COLUMNS, tile[0], tile[1], 1];
         memory.tensor_map(TensorLayout { size, stride, tile, swizzle: Swizzle::Bytes128 })
     }
 }

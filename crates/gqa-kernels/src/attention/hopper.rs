@@ -33,7 +33,8 @@
 //!
 //! **Over a paged KV cache** two warps assemble each K and V tile from boxes, one box per block,
 //! and a row tile holds tokens of one sequence; q and out hold the tokens of all sequences packed
-//! one after the other (`pages.rs`).
+//! one after the other (`pages.rs`). There query heads may share row tiles (`packing.rs`), and long
+//! row tiles may be split by what lengths the device finds (`row_tiles.rs`, `parts.rs`).
 //!
 //! **Over a quantized KV cache** one more warpgroup converts each tile of quantized values to
 //! float16 in shared memory (`convert.rs`), and the consumers convert the queries to float16 in
@@ -60,7 +61,9 @@ mod float8;
 mod mask;
 mod operand;
 mod output;
+mod packing;
 mod pages;
+mod parts;
 mod producer;
 mod queries;
 mod ring;
@@ -93,13 +96,17 @@ use float8::Scales as Float8Scales;
 use mask::Mask;
 use operand::Float8Keys;
 use output::Destination;
+use packing::Packing;
 use pages::Pages;
+use parts::Parts;
 use rotate::Rotation;
 use scales::{CacheScales, Scales};
 use shape::{Tile, WARPGROUP, WORK_SLOTS};
 
 /// Query rows of a TMA box.
 pub const QUERY_BOX: u32 = shape::WARPGROUP_ROWS;
+/// Query rows of a warp.
+pub const WARP_ROWS: u32 = QUERY_BOX / 4;
 
 impl<
     const D: u32,
@@ -159,6 +166,9 @@ impl<
             init_barriers::<T, Self>(base, pointers.mask, pointers.pages);
         }
         fill_ones::<T, Self>(base);
+        if let (Some(pages), Some(_)) = (pointers.pages, pointers.parts) {
+            clear_empty_rows::<Self>(base, pages.packing);
+        }
         sync_threads();
         if CODES && thread_idx() >= (G + 1) * WARPGROUP {
             registers_lower::<40>();
@@ -166,8 +176,9 @@ impl<
             return;
         }
         if thread_idx() < WARPGROUP {
-            // The warps that load a mask need more registers.
-            if M > 0 {
+            // The warps that load a mask or number work tiles need more registers. Larger heads leave
+            // none.
+            if M > 0 || pointers.parts.is_some() && D <= 128 {
                 registers_lower::<56>()
             } else if CODES || G == 2 {
                 registers_lower::<40>()
@@ -181,7 +192,7 @@ impl<
             } else if thread_idx() == 0 {
                 producer::load_keys_and_values::<Self>(base, k, v, seqlens_k, counter, columns, p);
             } else if thread_idx() == 32 {
-                producer::load_queries::<Self>(base, q, pages.is_some());
+                producer::load_queries::<Self>(base, q, pages.map(|pages| pages.packing));
             } else if warp() >= 2 {
                 if let Some(mask) = pointers.mask {
                     mask.load::<Self>(base, p);
@@ -203,7 +214,7 @@ impl<
                 }
             }
         } else {
-            if M > 0 {
+            if M > 0 || pointers.parts.is_some() && D <= 128 {
                 registers_raise::<224>()
             } else if CODES {
                 registers_raise::<216>()
@@ -236,9 +247,17 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
         p: HopperParams,
     ) {
         let HopperParams { attention, rotary } = p;
-        let rotation = Some(Rotation { cos, sin, params: rotary });
+        let rotation = Some(Rotation { cos, sin, params: rotary, packing: Packing::ONE_HEAD });
         let to = Destination { out, quantized: None, partial_out: lse, lse };
-        let pointers = Pointers { mask: None, rotation, pages: None, scales: None, head_sink, to };
+        let pointers = Pointers {
+            mask: None,
+            rotation,
+            pages: None,
+            parts: None,
+            scales: None,
+            head_sink,
+            to,
+        };
         Self::attend::<T, T, ()>([q, k, v], seqlens_k, pointers, counter, &attention, (), |_| ());
     }
 
@@ -259,10 +278,18 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
         p: HopperParams,
     ) {
         let HopperParams { attention, rotary } = p;
-        let rotation = Some(Rotation { cos, sin, params: rotary });
+        let rotation = Some(Rotation { cos, sin, params: rotary, packing: Packing::ONE_HEAD });
         let quantized = Some(Quantized { out, scale: out_scale });
         let to = Destination { out: Global::null(), quantized, partial_out: lse, lse };
-        let pointers = Pointers { mask: None, rotation, pages: None, scales: None, head_sink, to };
+        let pointers = Pointers {
+            mask: None,
+            rotation,
+            pages: None,
+            parts: None,
+            scales: None,
+            head_sink,
+            to,
+        };
         Self::attend::<T, T, ()>([q, k, v], seqlens_k, pointers, counter, &attention, (), |_| ());
     }
 
@@ -285,21 +312,58 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
         counter: Global<u32>,
         p: PagedHopperParams,
     ) {
+        let pages = Pages::new(starts, past_seqlens, block_table, &p);
+        let tables = [cos, sin];
+        Self::attend_paged([q, k, v], tables, pages, None, head_sink, out, counter, &p);
+    }
+
+    /// `run_paged` for calls with few rows or long sequences among short ones: the query heads of a
+    /// KV head share row tiles (`packing.rs`), and long row tiles are split into parts
+    /// (`parts.rs`).
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub fn run_paged_split<T: MmaElement>(
+        q: TensorMap,
+        k: TensorMap,
+        v: TensorMap,
+        cos: Global<T>,
+        sin: Global<T>,
+        starts: Global<i32>,
+        past_seqlens: Global<i32>,
+        block_table: Global<i32>,
+        head_sink: Global<T>,
+        out: Global<T>,
+        counter: Global<u32>,
+        part_columns: Global<f32>,
+        part_states: Global<[f32; 2]>,
+        p: PagedHopperParams,
+    ) {
+        let pages = Pages::new(starts, past_seqlens, block_table, &p).packed(&p);
+        let arrivals = counter.offset(1);
+        let parts = Some(Parts { columns: part_columns, states: part_states, arrivals });
+        let tables = [cos, sin];
+        Self::attend_paged([q, k, v], tables, pages, parts, head_sink, out, counter, &p);
+    }
+
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn attend_paged<T: MmaElement>(
+        maps: [TensorMap; 3],
+        [cos, sin]: [Global<T>; 2],
+        pages: Pages,
+        parts: Option<Parts>,
+        head_sink: Global<T>,
+        out: Global<T>,
+        counter: Global<u32>,
+        p: &PagedHopperParams,
+    ) {
         const { assert!(N.is_power_of_two() && N <= 64 * LEAST_BOX) }
-        let rotation = Some(Rotation { cos, sin, params: p.hopper.rotary });
+        let packing = pages.packing;
+        let rotation = Some(Rotation { cos, sin, params: p.hopper.rotary, packing });
         let to =
             Destination { out, quantized: None, partial_out: Global::null(), lse: Global::null() };
-        let pages = Some(Pages::new(starts, past_seqlens, block_table, &p));
-        let pointers = Pointers { mask: None, rotation, pages, scales: None, head_sink, to };
-        Self::attend::<T, T, ()>(
-            [q, k, v],
-            past_seqlens,
-            pointers,
-            counter,
-            &p.hopper.attention,
-            (),
-            |_| (),
-        );
+        let lengths = pages.sequences.past_seqlens;
+        let pages = Some(pages);
+        let pointers = Pointers { mask: None, rotation, pages, parts, scales: None, head_sink, to };
+        Self::attend::<T, T, ()>(maps, lengths, pointers, counter, &p.hopper.attention, (), |_| ());
     }
 }
 
@@ -327,7 +391,15 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
         let scales = Some(Float8Scales { row_factors, v_scale, per });
         let to =
             Destination { out, quantized: None, partial_out: Global::null(), lse: Global::null() };
-        let pointers = Pointers { mask: None, rotation: None, pages: None, scales, head_sink, to };
+        let pointers = Pointers {
+            mask: None,
+            rotation: None,
+            pages: None,
+            parts: None,
+            scales,
+            head_sink,
+            to,
+        };
         Self::attend::<T, Float8, ()>(
             [q, k, v],
             seqlens_k,
@@ -362,11 +434,19 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
         p: QuantizedHopperParams,
     ) {
         let HopperParams { attention, rotary } = p.hopper;
-        let rotation = Some(Rotation { cos, sin, params: rotary });
+        let rotation = Some(Rotation { cos, sin, params: rotary, packing: Packing::ONE_HEAD });
         let to = Destination { out, quantized: None, partial_out: lse, lse };
         let per = ScalesPer::new(p.scales);
         let scales = Scales::new(k_scale, v_scale, per);
-        let pointers = Pointers { mask: None, rotation, pages: None, scales: None, head_sink, to };
+        let pointers = Pointers {
+            mask: None,
+            rotation,
+            pages: None,
+            parts: None,
+            scales: None,
+            head_sink,
+            to,
+        };
         Self::attend_quantized::<T, FLOAT8_KEYS>(
             [q, k, v],
             (seqlens_k, counter),
@@ -397,13 +477,15 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
         p: QuantizedPagedHopperParams,
     ) {
         const { assert!(N.is_power_of_two() && N <= 64 * LEAST_BOX) }
-        let rotation = Some(Rotation { cos, sin, params: p.paged.hopper.rotary });
+        let rotation =
+            Some(Rotation { cos, sin, params: p.paged.hopper.rotary, packing: Packing::ONE_HEAD });
         let to =
             Destination { out, quantized: None, partial_out: Global::null(), lse: Global::null() };
         let pages = Some(Pages::new(starts, past_seqlens, block_table, &p.paged));
         let per = ScalesPer::new(p.scales);
         let scales = Scales::new(k_scale, v_scale, per);
-        let pointers = Pointers { mask: None, rotation, pages, scales: None, head_sink, to };
+        let pointers =
+            Pointers { mask: None, rotation, pages, parts: None, scales: None, head_sink, to };
         Self::attend_quantized::<T, FLOAT8_KEYS>(
             [q, k, v],
             (past_seqlens, counter),
@@ -451,8 +533,15 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
         p: AttentionParams,
     ) {
         let to = Destination { out, quantized: None, partial_out: lse, lse };
-        let pointers =
-            Pointers { mask: None, rotation: None, pages: None, scales: None, head_sink, to };
+        let pointers = Pointers {
+            mask: None,
+            rotation: None,
+            pages: None,
+            parts: None,
+            scales: None,
+            head_sink,
+            to,
+        };
         Self::attend::<T, T, ()>([q, k, v], seqlens_k, pointers, counter, &p, (), |_| ());
     }
 }
@@ -475,8 +564,15 @@ impl<const D: u32, const N: u32, const G: u32, const C: usize, const W: usize, c
         p: AttentionParams,
     ) {
         let to = Destination { out, quantized: None, partial_out, lse: partial_lse };
-        let pointers =
-            Pointers { mask: None, rotation: None, pages: None, scales: None, head_sink, to };
+        let pointers = Pointers {
+            mask: None,
+            rotation: None,
+            pages: None,
+            parts: None,
+            scales: None,
+            head_sink,
+            to,
+        };
         Self::attend::<T, T, ()>([q, k, v], seqlens_k, pointers, counter, &p, (), |_| ());
     }
 }
@@ -501,7 +597,15 @@ impl<const D: u32, const N: u32, const G: u32, const C: usize, const W: usize, c
     ) {
         let mask = Some(Mask::new(tiles, bias, &p));
         let to = Destination { out, quantized: None, partial_out: lse, lse };
-        let pointers = Pointers { mask, rotation: None, pages: None, scales: None, head_sink, to };
+        let pointers = Pointers {
+            mask,
+            rotation: None,
+            pages: None,
+            parts: None,
+            scales: None,
+            head_sink,
+            to,
+        };
         Self::attend::<T, T, ()>([q, k, v], seqlens_k, pointers, counter, &p.attention, (), |_| ());
     }
 }
@@ -523,6 +627,20 @@ fn fill_ones<T: MmaElement, S: Tile>(base: u32) {
         }
     } else if thread_idx() < S::ONES_BYTES / 16 {
         st_shared_vec(base + S::ONES + 16 * thread_idx(), [T::pack(1.0, 1.0); 4]);
+    }
+    fence_proxy_async();
+}
+
+/// Clears the rows of the Q tiles that no copy fills: NaN in them would trigger the slow path for
+/// overflowing P.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+fn clear_empty_rows<S: Tile>(base: u32, packing: Packing) {
+    let (filled, vectors) = (packing.rows(), 8 * (shape::WARPGROUP_ROWS - packing.rows()));
+    for chunk in Rolled(0..S::Q_TILES * S::CHUNKS, 1) {
+        let at = base + (chunk * shape::WARPGROUP_ROWS + filled) * 128;
+        for vector in Rolled(thread_idx()..vectors, S::THREADS) {
+            st_shared_vec(at + 16 * vector, [0; 4]);
+        }
     }
     fence_proxy_async();
 }
@@ -574,9 +692,17 @@ pub fn grid(p: &AttentionParams, rows: u32, multiprocessors: u32) -> [u32; 3] {
 #[cfg(not(target_arch = "nvptx64"))]
 pub fn paged_grid(p: &PagedHopperParams, rows: u32, multiprocessors: u32) -> [u32; 3] {
     let a = &p.hopper.attention;
-    let tiles = crate::tile::pages::row_tiles(p.tokens, a.batch, rows);
-    let work = u64::from(tiles) * u64::from(a.q_heads);
-    [u32::try_from(work).unwrap_or(u32::MAX).min(multiprocessors), 1, 1]
+    let tokens = packed_tokens(p.tile_heads, rows);
+    let tiles = crate::tile::pages::row_tiles(p.tokens, a.batch, tokens);
+    let tiles = u64::from(tiles) * u64::from(a.q_heads / p.tile_heads);
+    let parts = tiles + u64::from(p.parts);
+    [u32::try_from(parts).unwrap_or(u32::MAX).min(multiprocessors), 1, 1]
+}
+
+/// Tokens of a row tile of `rows` rows that `heads` query heads share.
+#[cfg(not(target_arch = "nvptx64"))]
+pub const fn packed_tokens(heads: u32, rows: u32) -> u32 {
+    rows / shape::WARPGROUP_ROWS * (shape::WARPGROUP_ROWS / heads)
 }
 
 /// Work tiles of `rows` rows, before the keys are split.

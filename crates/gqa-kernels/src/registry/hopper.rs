@@ -17,6 +17,7 @@ pub(super) static TABLES: &[&[super::Entry]] = &[
     HOPPER_SPLIT,
     HOPPER_MASKED,
     HOPPER_PAGED,
+    HOPPER_PAGED_SPLIT,
     HOPPER_QUANTIZED,
     HOPPER_PAGED_QUANTIZED,
     FLOAT8_OPERANDS,
@@ -109,6 +110,30 @@ hopper_paged_kernels! {
     gqa_hopper_paged_f16_d128, gqa_hopper_paged_bf16_d128 => hopper::D128<false>;
     gqa_hopper_paged_f16_d192, gqa_hopper_paged_bf16_d192 => hopper::D192<false>;
     gqa_hopper_paged_f16_d256, gqa_hopper_paged_bf16_d256 => hopper::D256<false>;
+}
+
+/// The same with heads that share row tiles, and parts of long ones.
+macro_rules! hopper_paged_split_kernels {
+    ($($f16:ident, $bf16:ident => $shape:ty;)*) => {
+        hopper_paged_split_kernels!(@rows $($f16: f16 => $shape; $bf16: bf16 => $shape;)*);
+    };
+    (@rows $($name:ident: $t:ident => $shape:ty;)*) => {
+        kernels!(HOPPER_PAGED_SPLIT, HopperPaged: SplitAttention, "family-hopper-paged",
+            ([q 0, k 1, v 2] cos: T, sin: T, starts: i32, past_seqlens: i32, block_table: i32, head_sink: T, out: T, counter: u32,
+             part_columns: f32, part_states: [f32; 2]; p: PagedHopperParams), { $(
+            $name => <$shape>::run_paged_split, T = $t, {
+                head_size: <$shape>::HEAD_SIZE, rows: <$shape>::ROWS, keys: <$shape>::KEYS, threads: <$shape>::THREADS,
+                min_blocks: 1, shared: <$shape>::PAGED_SHARED_BYTES, hot: true, min_sm: <$shape>::MIN_SM, communicates: true };
+        )* });
+    };
+}
+
+hopper_paged_split_kernels! {
+    gqa_hopper_paged_split_f16_d64, gqa_hopper_paged_split_bf16_d64 => hopper::D64Short;
+    gqa_hopper_paged_split_f16_d96, gqa_hopper_paged_split_bf16_d96 => hopper::D96Short;
+    gqa_hopper_paged_split_f16_d128, gqa_hopper_paged_split_bf16_d128 => hopper::D128<false>;
+    gqa_hopper_paged_split_f16_d192, gqa_hopper_paged_split_bf16_d192 => hopper::D192<false>;
+    gqa_hopper_paged_split_f16_d256, gqa_hopper_paged_split_bf16_d256 => hopper::D256<false>;
 }
 
 /// Rows of the kernels for quantized KV caches, whatever their format, for both 16-bit types, and

@@ -7,7 +7,7 @@ use super::options::{PlanOption, PlanOptions};
 use super::rows::Rows;
 use super::scratch::Scratch;
 use crate::problem::{CacheBinding, Problem};
-use gqa_kernels::registry::{self, Entry, find};
+use gqa_kernels::registry::{self, Entry, Role, find};
 use gqa_tensor::Result;
 
 /// An attention algorithm: all that the host knows about one module of kernels.
@@ -100,6 +100,12 @@ impl Choice {
 
     pub(super) fn launches(&self, job: Job<'_>) -> Result<Vec<Launch>> {
         self.family.launches(&self.kernel, job)
+    }
+
+    /// Whether its one launch divides the work of all sequences of a paged call among the SMs, short
+    /// and long ones alike.
+    pub(super) fn divides_work(&self) -> bool {
+        self.family.is_paged() && self.kernel.entry.role == Role::SplitAttention
     }
 }
 

@@ -38,9 +38,9 @@ pub enum Arg {
     Map(TensorMap),
 }
 
-/// The TMA descriptor of a (head size, row, head, batch) tensor of 16-bit elements: boxes of 64
-/// columns and `tile_rows` rows, with the 128-byte swizzle; elements outside the tensor read as
-/// zero and are not written.
+/// The TMA descriptor of a (head size, row, head, batch) tensor of 16-bit elements, or of (head
+/// size, head, row, batch): boxes of 64 columns and `tile` rows, with the 128-byte swizzle;
+/// elements outside the tensor read as zero and are not written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TensorMap {
     /// The tensor of the call, unless it is in the workspace.
@@ -49,12 +49,12 @@ pub struct TensorMap {
     pub offset: usize,
     /// Bytes from there to its end.
     pub bytes: usize,
-    /// Head size, rows, heads, batch entries.
+    /// Head size, and the sizes of the other dimensions in their order.
     pub size: [u32; 4],
-    /// Strides of rows, heads and batch entries in bytes.
+    /// Strides of the other dimensions in bytes.
     pub stride: [u64; 3],
-    /// Rows of a box.
-    pub tile_rows: u32,
+    /// Size of a box in the second and the third dimension.
+    pub tile: [u32; 2],
 }
 
 impl TensorMap {

@@ -12,6 +12,9 @@
 //! overlaps that when SMs become free, and takes what work tiles are left in their queue: whatever
 //! the lengths turn out to be, no SM is idle for long.
 //!
+//! Where sequences may be long beside what others have to do, one launch of `hopper_paged` takes all
+//! sequences: its split kernels divide their work among the SMs by the lengths that they find.
+//!
 //! Elsewhere `decode_paged` begins first, and what it leaves free is for the launches behind it. It
 //! appends the tokens of its own sequences, so that it need not wait for the launch that appends
 //! the others'.
@@ -99,6 +102,10 @@ impl Attentions {
             return Self { chosen: Vec::new(), decisions };
         };
         let task = Task { appended: true, ..whole };
+        if prompt.divides_work() {
+            let all = Attention { problem: read, choice: prompt, task };
+            return Self { chosen: vec![all], decisions };
+        }
         let few = Few::of(problem, pages, |problem| consider(step, problem));
         let Some(few) = few.filter(|few| few.lengths.come_apart(problem, &prompt, device)) else {
             let all = Attention { problem: read, choice: prompt, task };
@@ -130,7 +137,13 @@ impl Attentions {
         let in_place = if quantized { ask(&HopperPagedQuantized, problem.clone()) } else { None };
         in_place.or_else(|| {
             let numbers = if quantized { problem.dequantized().ok()? } else { problem.clone() };
-            let families: [&'static dyn Family; 2] = [&HopperPaged, &TiledPaged];
+            // Sequences of few tokens are not worth a copy of their keys.
+            let hopper: &'static dyn Family = if quantized {
+                &HopperPaged { divides: false }
+            } else {
+                &HopperPaged { divides: true }
+            };
+            let families = [hopper, &TiledPaged];
             families.into_iter().find_map(|family| ask(family, numbers.clone()))
         })
     }

@@ -1493,16 +1493,40 @@ fn single_tokens_beside_equal_prompts_take_the_smallest_row_tile() {
     assert_eq!(kernel(40 + 4 * 100), Some("decode_paged_f16_d128_r32_w4"));
 }
 
-/// A single sequence would have splits, whose merge cannot run concurrently with other launches.
+/// One launch divides the work of a long sequence, and of those beside it.
 #[test]
-fn one_long_sequence_beside_a_prompt_has_no_splits() {
-    let p = with(over_blocks(2, 512, 32_256), |p| {
-        (p.q_heads, p.kv_heads) = (32, 4);
-        p.pages = p.pages.map(|pages| Pages { tokens: 513, ..pages });
-    });
-    let launches = plan(&p, &device("h200"), &PlanOptions::default()).unwrap().launches;
-    let step = launches.iter().find(|launch| kernel(launch).starts_with("decode")).unwrap();
-    assert!(step.concurrent || step.overlaps, "{launches:?}");
+fn a_long_sequence_beside_a_prompt_is_split() {
+    let beside = |steps: usize, keys: usize| {
+        let p = over_blocks(1 + steps, 512, keys - 512);
+        with_pages(p, |pages| Pages { tokens: 512 + steps, ..pages })
+    };
+    let off = PlanOptions::default();
+    let split = ["paged_append", "hopper_paged_split_f16_d128"];
+    assert_eq!(kernels(&beside(1, 32_768), &off), split);
+    assert_eq!(kernels(&beside(31, 32_768), &off), split);
+    // Many steps are done sooner by a kernel of their own, unless one of them is very long.
+    assert_ne!(kernels(&beside(31, 2048), &off), split);
+    let plan = plan(&beside(1, 32_768), &device("h200"), &off).unwrap();
+    let p: &PagedHopperParams = bytemuck::from_bytes(&plan.launches[1].params);
+    assert_eq!((p.tile_heads, p.shares, p.shortest), (4, 132, 4));
+    // Scratch memory is bounded by the SMs, however long sequences may be.
+    assert_eq!(p.parts, 6 * 132);
+    let workspace = plan.workspace_bytes;
+    assert!((50 << 20..54 << 20).contains(&workspace), "{workspace} bytes");
+}
+
+/// Query heads share row tiles that few tokens would leave almost empty.
+#[test]
+fn few_tokens_fill_row_tiles_of_several_heads() {
+    let heads = |group: usize, tokens: usize| {
+        let p = with(over_blocks(4, tokens, 8192), |p| p.q_heads = group * p.kv_heads);
+        let plan = plan(&p, &device("h200"), &PlanOptions::default()).unwrap();
+        let launch = plan.launches.iter().find(|launch| kernel(launch).contains("split")).unwrap();
+        bytemuck::from_bytes::<PagedHopperParams>(&launch.params).tile_heads
+    };
+    assert_eq!(heads(8, 40), 8);
+    assert_eq!(heads(7, 40), 7);
+    assert_eq!(heads(5, 100), 5);
 }
 
 /// A separate launch costs less than a few row tiles with one token each.
@@ -1553,7 +1577,7 @@ fn decode_beside_prefill_is_in_halves_of_sms() {
     let rest = ["paged_append", "hopper_paged_f16_d128"];
     assert_eq!(kernels(&mixed(8, 512), &off), [half, rest[0], rest[1]]);
     assert_eq!(kernels(&mixed(4, 1100), &off), [half, rest[0], rest[1]]);
-    assert_eq!(kernels(&mixed(2, 4100), &off), [whole, rest[0], rest[1]]);
+    assert_eq!(kernels(&mixed(2, 4100), &off), [rest[0], "hopper_paged_split_f16_d128"]);
     let alone = PlanOptions { cluster: Some(1), ..PlanOptions::default() };
     assert_eq!(kernels(&mixed(8, 512), &alone), [whole, rest[0], rest[1]]);
 }
@@ -1567,8 +1591,9 @@ fn blocks_are_gathered() {
         assert_eq!(rejection(p, "h200", &off, Family::HopperPaged), prompt);
     };
     let new = "17 new rows are over 16";
-    let large = with(over_blocks(1, 17, 500), |p| (p.head_size, p.v_head_size) = (192, 192));
-    rejections(&large, [new, "17 query rows are under 64"]);
+    let wide = with(over_blocks(1, 17, 500), |p| (p.head_size, p.v_head_size) = (192, 192));
+    assert_eq!(rejection(&wide, "h200", &off, Family::DecodePaged), new);
+    assert_eq!(kernels(&wide, &off), ["paged_append", "hopper_paged_split_f16_d192"]);
     let odd = |p| with_pages(p, |pages| Pages { block_size: 48, ..pages });
     let why = "the block size 48 is not a power of two of 16 or more";
     rejections(&odd(over_blocks(8, 1, 500)), [why, why]);

@@ -9,7 +9,9 @@ pub(super) use steps::Steps;
 use super::float8::Scales;
 use super::mask::Mask;
 use super::output::{Destination, Output};
+use super::packing::Packing;
 use super::pages::Pages;
+use super::parts::{Parts, Seat};
 use super::ring::Ring;
 use super::rotate::Rotation;
 use super::scales::{CacheScales, TileRows};
@@ -38,6 +40,8 @@ pub(super) struct Pointers<T> {
     pub(super) rotation: Option<Rotation<T>>,
     /// The paged KV cache.
     pub(super) pages: Option<Pages>,
+    /// Scratch memory of split work tiles over it.
+    pub(super) parts: Option<Parts>,
     /// Scales of e4m3 operands.
     pub(super) scales: Option<Scales>,
     pub(super) head_sink: Global<T>,
@@ -224,13 +228,15 @@ impl<
             collect_sums::<S, O>(o, rows);
         }
         self.softmax.weigh(1, &mut s, rows);
-        if S::PACKS_EARLY {
+        // Parts need registers for what other CTAs left.
+        let packs_early = S::PACKS_EARLY || self.pointers.parts.is_some();
+        if packs_early {
             *weights = P::pack_weights::<C, W>(&s);
         }
         if ends {
             self.finish(o, done, from.slot);
         }
-        if !S::PACKS_EARLY {
+        if !packs_early {
             *weights = P::pack_weights::<C, W>(&s);
         }
         true
@@ -318,6 +324,12 @@ impl<
         named_barrier_arrive(1 + next, 2 * WARPGROUP);
     }
 
+    /// How the rows of tiles are packed.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn packing(&self) -> Packing {
+        self.pointers.pages.map_or(Packing::ONE_HEAD, |pages| pages.packing)
+    }
+
     /// Query rows of a sequence.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn rows(&self, seqlen: Seqlen) -> u32 {
@@ -386,7 +398,9 @@ impl<
                 // opaque(): otherwise its comparison with 0 occupies a predicate across the loop.
                 Some(_) => opaque(self.p.window),
             };
-            self.softmax.mask(s, at.slot.seen::<S>(), [row, at.tile * S::N], window);
+            let token = |below: u32| row + self.packing().token(self.softmax.row + below);
+            let tokens = [token(0), token(8)];
+            self.softmax.mask(s, at.slot.seen::<S>(), tokens, at.tile * S::N, window);
             if let Some(pages) = self.pointers.pages
                 && any_sync(at.slot.has_gaps::<S>())
             {
@@ -482,6 +496,9 @@ impl<
             Some(_) => (Place { batch: 0, ..place }, place.token),
         };
         let to = self.pointers.to;
+        if !S::SUM_COLUMNS {
+            rows = rows.map(|state| SoftmaxState { sum: sum_of_row(state.sum), ..state });
+        }
         let output = Output {
             p: self.p,
             place,
@@ -489,7 +506,18 @@ impl<
             start,
             rows: self.rows(seqlen),
             row: self.softmax.row,
+            packing: self.packing(),
         };
+        if let Some(parts) = self.pointers.parts {
+            if !output.has_rows() {
+                return;
+            }
+            let part = slot.part::<S>().agreed();
+            let seat = Seat { thread: opaque(thread_idx()) - WARPGROUP, row: self.softmax.row };
+            if any_sync(part.of > 1) && !parts.join::<S, O>(part, seat, o, &mut rows) {
+                return;
+            }
+        }
         let factors = output.normalise::<T, S>(rows, self.pointers.head_sink, to.lse);
         let factors = match to.quantized {
             Some(Quantized { scale, .. }) => factors.map(|factor| e4m3::scaled(factor, scale)),
@@ -508,6 +536,13 @@ impl<
             output.store::<T, S, O>(o, to.out);
         }
     }
+}
+
+/// The sum over the lanes that share a row.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+fn sum_of_row(mut sum: f32) -> f32 {
+    sum += shfl_xor_f32(sum, 1);
+    sum + shfl_xor_f32(sum, 2)
 }
 
 /// Moves the sums of P from the output registers to `rows` where products are e4m3: the tensor

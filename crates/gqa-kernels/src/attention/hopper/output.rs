@@ -2,6 +2,7 @@
 //! writes its own result, in f32, for [`combine`](crate::attention::combine).
 
 use super::mask;
+use super::packing::Packing;
 use super::shape::Tile;
 use super::work::Place;
 use crate::attention::out::{self, Quantized};
@@ -41,11 +42,41 @@ pub(super) struct Output<'a> {
     /// The sequence's number of rows.
     pub(super) rows: u32,
     pub(super) row: u32,
+    pub(super) packing: Packing,
+}
+
+/// A row of the output.
+#[derive(Clone, Copy)]
+struct OutputRow {
+    /// Token of the sequence.
+    s: u32,
+    /// Query head.
+    head: u32,
+    exists: bool,
 }
 
 impl Output<'_> {
+    /// Row `row` or `row + 8` of the work tile.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn find(&self, half: u32) -> OutputRow {
+        let Place { head, row: first, .. } = self.place;
+        match self.packing.find(self.row + 8 * half) {
+            Some(packed) => {
+                let s = first + packed.token;
+                OutputRow { s, head: head + packed.head, exists: s < self.rows }
+            }
+            None => OutputRow { s: first, head, exists: false },
+        }
+    }
+
+    /// Whether the warp has a row that exists.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub(super) fn has_rows(&self) -> bool {
+        any_sync(self.find(0).exists || self.find(1).exists)
+    }
+
     /// Adds the attention sink if there is one and the keys are not split, writes the log-sum-exp,
-    /// and returns the factor that normalises each row.
+    /// and returns the factor that normalises each row. The sums are those of all lanes.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn normalise<T: MmaElement, S: Tile>(
         &self,
@@ -53,15 +84,11 @@ impl Output<'_> {
         head_sink: Global<T>,
         lse: Global<f32>,
     ) -> [f32; 2] {
-        let Place { head, row: first, .. } = self.place;
         let mut factors = [0.0; 2];
         let mut half = 0;
         while half < 2 {
             let mut state = rows[half];
-            if !S::SUM_COLUMNS {
-                state.sum += shfl_xor_f32(state.sum, 1);
-                state.sum += shfl_xor_f32(state.sum, 2);
-            }
+            let OutputRow { s, head, exists } = self.find(half as u32);
             factors[half] = 1.0;
             if !S::SPLITS && self.p.sink != sink::NONE {
                 let logit = if self.p.sink == sink::PER_HEAD {
@@ -72,13 +99,12 @@ impl Output<'_> {
                 factors[half] = state.join_sink(logit * LOG2_E);
             }
             factors[half] *= state.normaliser();
-            let s = first + self.row + 8 * half as u32;
-            if !lse.is_null() && s < self.rows && lane() % 4 == 0 {
+            if !lse.is_null() && exists && lane() % 4 == 0 {
                 let value =
                     if self.seqlen.is_token(s) { state.log_sum_exp() } else { f32::NEG_INFINITY };
                 // With a mask scores may be folded.
                 let value = if S::MASK_STAGES > 0 { mask::unfold(value) } else { value };
-                lse.store(row_index(self.place, s, self.p), value);
+                lse.store(row_index(Place { head, ..self.place }, s, self.p), value);
             }
             half += 1;
         }
@@ -113,14 +139,13 @@ impl Output<'_> {
         store: impl Fn(usize, [u32; 4]),
     ) {
         self.clear_padding(o);
-        let Place { batch, head, row: first, .. } = self.place;
         // opaque(): otherwise derived values are hoisted out of the loop over work tiles and spill.
         let lane = opaque(lane());
         let column = lane % 4 * 8;
         let mut half = 0;
         while half < 2 {
-            let s = first + self.row + 8 * half as u32;
-            let at = self.p.out.at(batch, head, self.start + s) + column as usize;
+            let OutputRow { s, head, exists } = self.find(half as u32);
+            let at = self.p.out.at(self.place.batch, head, self.start + s) + column as usize;
             let mut group = 0;
             while group < S::D.div_ceil(32) as usize {
                 let mut words = [0; 4];
@@ -134,7 +159,7 @@ impl Output<'_> {
                 }
                 let words = transpose(words, lane);
                 let ahead = group as u32 * 32;
-                if s < self.rows && column + ahead < self.p.head_size {
+                if exists && column + ahead < self.p.head_size {
                     store(at + ahead as usize, words);
                 }
                 group += 1;
@@ -146,7 +171,7 @@ impl Output<'_> {
     /// Sets padding rows to zero, whatever they hold.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn clear_padding<const O: usize>(&self, o: &mut [f32; O]) {
-        let is_token = |half: u32| self.seqlen.is_token(self.place.row + self.row + 8 * half);
+        let is_token = |half: u32| self.seqlen.is_token(self.find(half).s);
         let tokens = [is_token(0), is_token(1)];
         // A vote, so that the assembler sees that a warp's lanes agree.
         if any_sync(!(tokens[0] && tokens[1])) {

@@ -2,7 +2,8 @@
 //! one after the other.
 //!
 //! **Row tiles** are numbered across all sequences (`row_tiles.rs`), except for sequences with few
-//! tokens where another kernel attends to them.
+//! tokens where another kernel attends to them. The query heads of a KV head may share row tiles
+//! (`packing.rs`), and long ones are split into parts of their keys (`parts.rs`).
 //!
 //! **SharedQueue**: a secondary launch may join, for SMs that become free later; its CTAs draw from
 //! the same work. Neither launch depends on the other: whichever starts first does the available
@@ -17,8 +18,9 @@
 //! zeros, and the consumers mask their keys. A separate warp looks for gaps while the Q tile of a
 //! work tile loads, so that the unmasked mainloop need not check.
 
+use super::packing::Packing;
 use super::ring::Ring;
-use super::row_tiles::RowTiles;
+use super::row_tiles::{Limits, RowTiles};
 use super::shape::{Arrival, CHUNK, Tile};
 use super::work::{KeyTiles, Place, Slot, TileScheduler, Work, first_key};
 use crate::concept::mask::Visible;
@@ -40,6 +42,9 @@ pub(super) struct Pages {
     log_rows: u32,
     /// The cache's last block.
     last: u32,
+    pub(super) packing: Packing,
+    /// None: nothing is split.
+    limits: Option<Limits>,
     queue: SharedQueue,
 }
 
@@ -88,12 +93,21 @@ impl Pages {
             per_sequence: p.per_sequence,
             log_rows: p.log_block_size,
             last: p.blocks - 1,
+            packing: Packing::ONE_HEAD,
+            limits: None,
             queue: SharedQueue {
                 primary: p.primary,
                 secondary: p.secondary,
                 is_secondary: p.is_secondary != 0,
             },
         }
+    }
+
+    /// With row tiles that heads share, and parts of long ones.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub(super) fn packed(self, p: &PagedHopperParams) -> Self {
+        let packing = Packing { heads: p.tile_heads };
+        Self { packing, limits: Some(Limits::new(p)), ..self }
     }
 
     /// Programmatic dependent launch: waits for the launch before this one and triggers the next
@@ -290,9 +304,10 @@ pub(super) fn load_keys_and_values<S: Tile>(
     counter: Global<u32>,
     p: &AttentionParams,
 ) {
-    let row_tiles = RowTiles::new::<S>(base, pages.sequences, p);
+    let Pages { sequences, packing, limits, .. } = pages;
+    let row_tiles = RowTiles::new::<S>(base, sequences, packing, limits, p);
     // Rebuilt for each use: the count stays in shared memory to save a register.
-    let scheduler = || TileScheduler { counter, count: row_tiles.count() * p.q_heads };
+    let scheduler = || TileScheduler { counter, count: row_tiles.count(p) };
     let leads = lane() == 0;
     let mut boxes = Boxes::new::<S>(base, k, v, pages);
     let mut n = 0;
@@ -369,7 +384,7 @@ pub(super) fn look_for_gaps<S: Tile>(base: u32, pages: Pages, p: &AttentionParam
         let mut has_gaps = false;
         if !keys.is_empty() {
             let (place, seqlen) = (slot.place::<S>(), slot.seqlen());
-            let first = first_key(place.row, seqlen, p);
+            let first = first_key(place.row, seqlen, p).max(keys.first * S::N);
             let last = (keys.end * S::N).min(seqlen.total).max(first + 1) - 1;
             let blocks = [first, last].map(|key| key >> pages.log_rows);
             has_gaps = pages.has_gaps(place.batch, blocks);

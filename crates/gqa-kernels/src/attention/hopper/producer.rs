@@ -3,6 +3,7 @@
 //! two warps load K and V, and one looks for keys without a block (`pages.rs`).
 
 use super::output::{Destination, row_index};
+use super::packing::Packing;
 use super::ring::Ring;
 use super::shape::{Arrival, CHUNK, TRANSPOSED_COLUMNS, TRANSPOSED_ROWS, Tile, WARPGROUP_ROWS};
 use super::work::{Place, Slot, TileScheduler, Work};
@@ -10,23 +11,23 @@ use crate::num::{MmaElement, quotient};
 use crate::params::AttentionParams;
 use crate::simt::*;
 
-/// Starts copying a tile of `rows` rows: one box per chunk of columns.
+/// Starts copying `rows` rows from `place` on to a tile of `tile_rows` rows: one box per chunk of
+/// columns.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn load_tile(
     rows: u32,
+    tile_rows: u32,
     chunks: u32,
     destination: u32,
     map: TensorMap,
-    row: u32,
-    head: u32,
-    batch: u32,
+    place: [u32; 3],
     full: u32,
 ) {
     mbarrier_arrive_expect(full, rows * chunks * 128);
+    let [a, b, c] = place;
     let mut chunk = 0;
     while chunk < chunks {
-        let at = [chunk * CHUNK, row, head, batch];
-        tma_load(destination + chunk * rows * 128, map, at, full);
+        tma_load(destination + chunk * tile_rows * 128, map, [chunk * CHUNK, a, b, c], full);
         chunk += 1;
     }
 }
@@ -77,7 +78,7 @@ impl KeyValueRing {
         if transposed {
             load_transposed::<S>(destination, map, tile, head, batch, full);
         } else {
-            load_tile(S::N, chunks, destination, map, tile * S::N, head, batch, full);
+            load_tile(S::N, S::N, chunks, destination, map, [tile * S::N, head, batch], full);
         }
         self.ring = self.ring.next(S::STAGES);
     }
@@ -132,17 +133,15 @@ pub(super) fn load_keys_and_values<S: Tile>(
 }
 
 /// Run by one thread: loads each warpgroup's Q tile of every work tile once the warpgroup has
-/// released its previous one.
+/// released its previous one. `packed` says how the rows of tiles over a paged KV cache are packed.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
-pub(super) fn load_queries<S: Tile>(base: u32, q: TensorMap, in_pages: bool) {
+pub(super) fn load_queries<S: Tile>(base: u32, q: TensorMap, packed: Option<Packing>) {
     let mut ring = Ring::START;
     let mut n = 0;
     loop {
         let slot = Slot::drawn::<S>(base, n);
         let ends = slot.keys().is_empty();
         let Place { batch, head, row, token, .. } = slot.place::<S>();
-        // In the tensor map the packed tokens of all sequences are one batch entry.
-        let (batch, row) = if in_pages { (0, token + row) } else { (batch, row) };
         let mut warpgroup = 0;
         while warpgroup < S::WARPGROUPS {
             let tile = warpgroup * S::Q_STAGES + ring.stage;
@@ -153,8 +152,30 @@ pub(super) fn load_queries<S: Tile>(base: u32, q: TensorMap, in_pages: bool) {
                 mbarrier_arrive(full);
             } else {
                 let destination = base + tile * S::Q_BYTES;
-                let row = row + warpgroup * WARPGROUP_ROWS;
-                load_tile(WARPGROUP_ROWS, S::CHUNKS, destination, q, row, head, batch, full);
+                match packed {
+                    None => {
+                        let row = row + warpgroup * WARPGROUP_ROWS;
+                        let place = [row, head, batch];
+                        load_tile(
+                            WARPGROUP_ROWS,
+                            WARPGROUP_ROWS,
+                            S::CHUNKS,
+                            destination,
+                            q,
+                            place,
+                            full,
+                        );
+                    }
+                    // In the tensor map the packed tokens of all sequences are one batch entry,
+                    // and heads come before tokens.
+                    Some(packing) => {
+                        let row = token + row + warpgroup * packing.tokens();
+                        let rows = packing.rows();
+                        let place =
+                            if packing.heads == 1 { [row, head, 0] } else { [head, row, 0] };
+                        load_tile(rows, WARPGROUP_ROWS, S::CHUNKS, destination, q, place, full);
+                    }
+                }
             }
             warpgroup += 1;
         }

@@ -1,6 +1,7 @@
 //! Rotary embedding of queries in their tile in shared memory, before its first product. A separate
 //! launch would write all queries and attention would read them again.
 
+use super::packing::Packing;
 use super::shape::{CHUNK, Tile, WARPGROUP, WARPGROUP_ROWS, swizzled};
 use super::work::Slot;
 use crate::num::MmaElement;
@@ -25,6 +26,7 @@ pub(super) struct Rotation<T> {
     /// (max_positions, dim / 2)
     pub(super) sin: Global<T>,
     pub(super) params: RotaryParams,
+    pub(super) packing: Packing,
 }
 
 impl<T: MmaElement> Rotation<T> {
@@ -56,7 +58,7 @@ impl<T: MmaElement> Rotation<T> {
         if pair >= pairs {
             return;
         }
-        let first = slot.place::<S>().row + warpgroup * WARPGROUP_ROWS + row;
+        let first = slot.place::<S>().row + warpgroup * self.packing.tokens();
         let past = slot.seqlen().past;
         // Rows past the last one stay zero: NaN would trigger the slow path for overflowing P.
         let outside = past.wrapping_add(rows).saturating_sub(self.params.max_positions);
@@ -64,26 +66,28 @@ impl<T: MmaElement> Rotation<T> {
         let vectors = vectors.map(|vector| tile + swizzled(WARPGROUP_ROWS, row, vector));
         for ahead in Rolled(0..WARPGROUP_ROWS, TOGETHER * S::PASS_ROWS) {
             let vectors = vectors.map(|vector| vector + ahead * ROW);
-            let position = past.wrapping_add(first).wrapping_add(ahead);
-            self.rotate_rows::<S, INTERLEAVED>(position, outside, pair, vectors);
+            let position = past.wrapping_add(first);
+            self.rotate_rows::<S, INTERLEAVED>(position, row + ahead, outside, pair, vectors);
         }
     }
 
-    /// Rotates the two vectors of the row at `position`, and the same vectors of later rows;
-    /// `outside` positions are missing from the tables. All angles are loaded before the first is
-    /// used.
+    /// Rotates the two vectors of row `row` of the warpgroup, whose first row is at `position`, and
+    /// the same vectors of later rows; `outside` positions are missing from the tables. All angles
+    /// are loaded before the first is used.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn rotate_rows<S: Tile, const INTERLEAVED: bool>(
         &self,
         position: u32,
+        row: u32,
         outside: u32,
         pair: u32,
         vectors: [u32; 2],
     ) {
+        let position = |n| position.wrapping_add(self.packing.token(row + n * S::PASS_ROWS));
         let mut angles = [[[0; 4]; 2]; TOGETHER as usize];
         let mut n = 0;
         while n < TOGETHER && n < S::PASSES {
-            angles[n as usize] = self.angles(position.wrapping_add(n * S::PASS_ROWS), pair);
+            angles[n as usize] = self.angles(position(n), pair);
             n += 1;
         }
         n = 0;
@@ -98,7 +102,7 @@ impl<T: MmaElement> Rotation<T> {
             };
             st_shared_vec(low, rotated[0]);
             st_shared_vec(high, rotated[1]);
-            if position.wrapping_add(ahead).wrapping_sub(self.params.max_positions) < outside {
+            if position(n).wrapping_sub(self.params.max_positions) < outside {
                 st_shared_vec(low, [T::pack(f32::NAN, f32::NAN); 4]);
                 st_shared_vec(high, [T::pack(f32::NAN, f32::NAN); 4]);
             }

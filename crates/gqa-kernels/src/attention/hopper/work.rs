@@ -1,7 +1,8 @@
 //! The work tiles of a CTA, in an order that keeps K and V in the L2 cache and ends with the
 //! shortest tiles.
 
-use super::row_tiles::{Found, RowTiles};
+use super::parts::Part;
+use super::row_tiles::{Found, RowTiles, Totals};
 use super::shape::{Tile, WORK_BYTES, WORK_SLOTS};
 use crate::concept::seqlen::Seqlen;
 use crate::num::quotient;
@@ -16,6 +17,8 @@ pub(super) struct Work {
     /// Valid keys past the last column of the mask, which no row sees.
     hidden: u32,
     pub(super) keys: KeyTiles,
+    /// Over a paged KV cache, which part of the keys these are.
+    pub(super) part: Option<Part>,
 }
 
 /// Position of a work tile in the output.
@@ -60,10 +63,10 @@ impl Work {
             Seqlen::new(seqlens_k.load(batch as usize), p.q_len, p.capacity, p.first_prompt != 0);
         let hidden = seqlen.total.saturating_sub(columns);
         let row = row_tile * S::ROWS;
-        let keys = KeyTiles::new::<S>(row, seqlen, hidden, false, p);
+        let keys = KeyTiles::new::<S>([row, row + S::ROWS], seqlen, hidden, false, p);
         let keys = if S::SPLITS { keys.split(split, p.splits) } else { keys };
         let place = Place { batch, head: pair - batch * p.q_heads, row, split, token: 0 };
-        Self { place, seqlen, hidden, keys }
+        Self { place, seqlen, hidden, keys, part: None }
     }
 
     /// Work tile `index` where rows are packed tokens of sequences over a paged KV cache.
@@ -73,15 +76,24 @@ impl Work {
         row_tiles: &RowTiles,
         p: &AttentionParams,
     ) -> Self {
-        let (head, tile) = Self::within(index, row_tiles.count(), p.q_heads, p.l2_section);
-        let Found { batch, sequence, tile } = row_tiles.find::<S>(tile, p);
-        let (row, seqlen) = (tile * S::ROWS, sequence.seqlen());
+        let Totals { count, .. } = row_tiles.totals();
+        let (group, nth) = Self::within(index, count, row_tiles.groups(p), p.l2_section);
+        let Found { batch, sequence, tile, part } = row_tiles.find::<S>(nth, group, p);
+        let tokens = row_tiles.tokens::<S>();
+        let (row, seqlen) = (tile * tokens, sequence.seqlen());
         // opaque(): otherwise the comparison with 0 stays live across the loop over work tiles and
         // spills.
         let p = &AttentionParams { causal: opaque(p.causal), ..*p };
-        let keys = KeyTiles::new::<S>(row, seqlen, 0, true, p);
+        let keys = KeyTiles::new::<S>([row, row + tokens], seqlen, 0, true, p);
+        let head = group * row_tiles.packing.heads;
         let place = Place { batch, head, row, split: 0, token: sequence.start };
-        Self { place, seqlen, hidden: 0, keys }
+        let whole = Self { place, seqlen, hidden: 0, keys, part: None };
+        if !row_tiles.splits() {
+            return whole;
+        }
+        let of = row_tiles.parts_of(keys.count(), part.of);
+        let keys = if part.nth < of { keys.split(part.nth, of) } else { KeyTiles::NONE };
+        Self { keys, part: Some(Part { of, ..part }), ..whole }
     }
 
     /// Decodes work tile number `index` into a pair and a row tile of it. Each pair, of a head and
@@ -105,18 +117,20 @@ impl Work {
 }
 
 impl KeyTiles {
-    /// The key tiles that rows `row..` see. `may_lack` says that rows may see no key: they then get
-    /// one tile that is wholly masked, so that the consumers write their results.
+    const NONE: Self = Self { first: 0, end: 0, full_first: 0, full_end: 0, cached_end: 0 };
+
+    /// The key tiles that rows `row..end` see. `may_lack` says that rows may see no key: they then
+    /// get one tile that is wholly masked, so that the consumers write their results.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn new<S: Tile>(
-        row: u32,
+        [row, end]: [u32; 2],
         seqlen: Seqlen,
         hidden: u32,
         may_lack: bool,
         p: &AttentionParams,
     ) -> Self {
         let Seqlen { total, past } = seqlen;
-        let last = (row + S::ROWS).min(p.q_len);
+        let last = end.min(p.q_len);
         // `past` may be negative, wrapped around: then no such key exists.
         let exists = |end: u32| if may_lack && (end as i32) < 0 { 0 } else { end.min(total) };
         // One past the last key that the first row sees, and that the last row sees.
@@ -140,9 +154,15 @@ impl KeyTiles {
     /// Split `split` of `splits` equal ones; the last ones may be shorter, or empty.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn split(self, split: u32, splits: u32) -> Self {
-        let tiles = self.end.saturating_sub(self.first).div_ceil(splits.max(1));
+        let tiles = self.count().div_ceil(splits.max(1));
         let first = self.first + split * tiles;
         Self { first, end: (first + tiles).min(self.end), ..self }
+    }
+
+    /// How many there are.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn count(self) -> u32 {
+        self.end.saturating_sub(self.first)
     }
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
@@ -228,7 +248,10 @@ impl Slot {
         // opaque(): otherwise addresses occupy registers across the loop over work tiles.
         let base = opaque(base);
         let Self(at) = Self::new::<S>(base, n);
-        if let Some(Work { place, seqlen, hidden, keys }) = work {
+        if let Some(Work { place, seqlen, hidden, keys, part }) = work {
+            if let Some(Part { nth, of, first }) = *part {
+                st_shared_vec(at + (S::PARTS - S::WORK), [nth, of, first, 0]);
+            }
             st_shared_vec(at, [keys.first, keys.end, keys.full_first, keys.full_end]);
             let last = if S::SPLITS { place.split } else { place.token };
             st_shared_vec(at + 16, [place.batch, place.head, place.row, last]);
@@ -255,6 +278,13 @@ impl Slot {
         let [batch, head, row, last] = ld_shared_vec(self.0 + 16);
         let (split, token) = if S::SPLITS { (last, 0) } else { (0, last) };
         Place { batch, head, row, split, token }
+    }
+
+    /// The part of the keys of a work tile over a paged KV cache.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub(super) fn part<S: Tile>(self) -> Part {
+        let [nth, of, first, _] = ld_shared_vec(self.0 + (S::PARTS - S::WORK));
+        Part { nth, of, first }
     }
 
     /// Records whether keys of the work tile have no block in a paged KV cache.

@@ -250,7 +250,7 @@ pub(super) fn arguments(
     arguments
 }
 
-/// The map of a (batch, head, row) tensor.
+/// The map of a (batch, head, row) tensor, whose boxes have rows of one head.
 pub(super) fn tensor_map(
     p: &Problem,
     arg: Arg,
@@ -258,15 +258,26 @@ pub(super) fn tensor_map(
     size: [u32; 4],
     tile_rows: u32,
 ) -> Arg {
+    let stride = [strides.row, strides.head, strides.batch];
+    boxes(p, arg, stride, size, [tile_rows, 1])
+}
+
+/// The map of a tensor whose rows are so many elements apart in each dimension.
+pub(super) fn boxes(
+    p: &Problem,
+    arg: Arg,
+    stride: [u64; 3],
+    size: [u32; 4],
+    tile: [u32; 2],
+) -> Arg {
     let element = p.dtype.size();
     let (id, offset) = match arg {
         Arg::Tensor { id, offset } => (Some(id), offset),
         Arg::Workspace { offset, .. } => (None, offset),
         Arg::Null | Arg::Counters { .. } | Arg::Map(_) => return arg,
     };
-    let stride = [strides.row, strides.head, strides.batch];
     let last: u64 = (1..4).map(|i| u64::from(size[i] - 1) * stride[i - 1]).sum();
     let bytes = (last as usize + size[0] as usize) * element;
     let stride = stride.map(|elements| elements * element as u64);
-    Arg::Map(TensorMap { id, offset, bytes, size, stride, tile_rows })
+    Arg::Map(TensorMap { id, offset, bytes, size, stride, tile })
 }

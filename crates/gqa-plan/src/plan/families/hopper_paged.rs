@@ -1,7 +1,7 @@
 //! `hopper_paged`: `hopper` over a paged KV cache: prefill, long chunks, and decode steps among
 //! them.
 
-use super::hopper::{self, LEAST_ROWS, tensor_map};
+use super::hopper::{self, LEAST_ROWS, boxes, tensor_map};
 use crate::plan::TensorId;
 use crate::plan::build::{launch, pages_strides, tensor, u32_of};
 use crate::plan::decision::Rejection;
@@ -10,14 +10,18 @@ use crate::plan::family::{Call, Family, Job, Kernel, TileQueue};
 use crate::plan::launch::{Arg, Launch};
 use crate::plan::options::PlanOption;
 use crate::plan::params::{output, params, rotary_params};
+use crate::plan::scratch::Scratch;
 use crate::plan::{requirements, select};
-use crate::{Error, Pages, Problem, Result};
+use crate::{DType, Error, Pages, Problem, Result};
 use bytemuck::Pod;
 use gqa_kernels::attention::hopper as kernels;
 use gqa_kernels::params::{AttentionParams, HopperParams, PagedHopperParams, Strides};
-use gqa_kernels::registry::{self, Entry};
+use gqa_kernels::registry::{self, Entry, Role, entries};
 
-pub(in crate::plan) struct HopperPaged;
+pub(in crate::plan) struct HopperPaged {
+    /// Whether one launch may take all sequences and divide their work.
+    pub(in crate::plan) divides: bool,
+}
 
 impl Family for HopperPaged {
     fn module(&self) -> registry::Family {
@@ -37,7 +41,7 @@ impl Family for HopperPaged {
     }
 
     fn choose(&self, call: &Call<'_>) -> Result<Kernel, Rejection> {
-        choose(self, call)
+        choose(self, call, self.divides)
     }
 
     fn launches(&self, kernel: &Kernel, job: Job<'_>) -> Result<Vec<Launch>> {
@@ -47,7 +51,11 @@ impl Family for HopperPaged {
 }
 
 /// The kernel of this family, or of that for quantized caches.
-pub(super) fn choose(family: &dyn Family, call: &Call<'_>) -> Result<Kernel, Rejection> {
+pub(super) fn choose(
+    family: &dyn Family,
+    call: &Call<'_>,
+    divides: bool,
+) -> Result<Kernel, Rejection> {
     let p = call.problem;
     if p.lse {
         return Err(Rejection::Argument { name: "lse" });
@@ -56,23 +64,30 @@ pub(super) fn choose(family: &dyn Family, call: &Call<'_>) -> Result<Kernel, Rej
     // Boxes of TMA fit the blocks.
     requirements::blocks_of(p, kernels::LEAST_BOX)?;
     let entry = select::smallest(family, call)?;
-    suits(call)?;
-    requirements::narrow_output(p)?;
-    Ok(Kernel::whole(entry))
-}
-
-/// Why rows must be gathered from their blocks, or why attention over gathered ones does better.
-fn suits(call: &Call<'_>) -> Result<(), Rejection> {
-    let (p, device) = (call.problem, call.device);
-    hopper::can_do(p, device)?;
+    hopper::can_do(p, call.device)?;
     if !p.rotary.is_none_or(hopper::knows) {
         return Err(Rejection::TooLarge);
     }
-    let forced = call.options.force.is_some();
-    if p.q_len < LEAST_ROWS && !forced && !reading_often_pays(p, device) {
+    requirements::narrow_output(p)?;
+    if divides && let Some(kernel) = split(call, entry) {
+        return Ok(kernel);
+    }
+    suits(call)?;
+    Ok(Kernel::whole(entry))
+}
+
+/// Why rows must be gathered from their blocks: attention over gathered ones does better.
+fn suits(call: &Call<'_>) -> Result<(), Rejection> {
+    let p = call.problem;
+    if call.options.force.is_none() && !fills_tiles(p) && !reading_often_pays(p, call.device) {
         return Err(Rejection::FewRows { got: p.q_len, min: LEAST_ROWS });
     }
     Ok(())
+}
+
+/// Whether the longest sequence fills a tile of one query head well.
+fn fills_tiles(p: &Problem) -> bool {
+    p.q_len >= LEAST_ROWS
 }
 
 /// Whether each query head reads its keys sooner for itself than they are gathered and read once by
@@ -84,6 +99,90 @@ fn reading_often_pays(p: &Problem, device: &DeviceInfo) -> bool {
     let sms = (device.multiprocessors as usize).max(1);
     let waves = p.q_heads.saturating_mul(p.batch).div_ceil(sms);
     waves * sms < GATHER_TIME.saturating_mul(p.kv_heads * p.batch)
+}
+
+/// The kernel of the same shape that divides the work among the SMs, where a launch of `entry`
+/// would wait for one long row tile, or leave its tiles almost empty.
+fn split(call: &Call<'_>, entry: &'static Entry) -> Option<Kernel> {
+    let (p, device) = (call.problem, call.device);
+    let is_sister = |split: &&Entry| {
+        split.family == entry.family
+            && split.role == Role::SplitAttention
+            && split.dtype == entry.dtype
+            && split.head_size == entry.head_size
+    };
+    let split = entries().find(is_sister)?;
+    if let Some(forced) = call.options.force {
+        return (forced == split.name).then(|| Kernel::whole(split));
+    }
+    let division = Division::of(p, p.pages?, split, device);
+    let few_rows = !fills_tiles(p) && !reading_often_pays(p, device);
+    (few_rows || division.pays()).then(|| Kernel::whole(split))
+}
+
+/// How the work of a call is divided.
+struct Division {
+    /// Query heads of a row tile.
+    tile_heads: usize,
+    /// Row tiles of all sequences and heads, at most.
+    row_tiles: usize,
+    /// Key tiles of the longest one.
+    longest: usize,
+    /// Key tiles of an SM's share of all work, if prompts have no keys before them.
+    share: usize,
+    /// Fewest key tiles of a part.
+    shortest: usize,
+    /// KV heads of sequences of one token, for which there is a kernel of their own.
+    steps: usize,
+    multiprocessors: usize,
+}
+
+impl Division {
+    fn of(p: &Problem, pages: Pages, entry: &Entry, device: &DeviceInfo) -> Self {
+        let tile_heads = tile_heads(p, pages, entry.rows);
+        let tokens = kernels::packed_tokens(tile_heads as u32, entry.rows) as usize;
+        let groups = p.q_heads / tile_heads;
+        let (keys, multiprocessors) = (entry.keys as usize, device.multiprocessors as usize);
+        let window = |window: usize| p.total_len.min(window.saturating_add(tokens));
+        let seen = p.window.map_or(p.total_len, window);
+        // Prompts see half of their own tokens in the mean.
+        let own = p.q_len / (2 * keys) + 1;
+        let full_tiles = (pages.tokens / tokens).saturating_mul(groups);
+        Self {
+            tile_heads,
+            row_tiles: (pages.tokens / tokens + p.batch).saturating_mul(groups),
+            longest: seen.div_ceil(keys) + 1,
+            share: full_tiles.saturating_mul(own) / multiprocessors.max(1),
+            shortest: shortest_part(entry),
+            steps: (p.batch - long_sequences(p, pages)) * p.kv_heads,
+            multiprocessors,
+        }
+    }
+
+    /// Whether the longest row tile may take so much longer than a share that splitting it pays for
+    /// a larger kernel, and for its decode steps, which take longer than in a kernel of their own
+    /// (measured: `docs/perf-log.md`).
+    fn pays(&self) -> bool {
+        let factor = if self.steps < self.multiprocessors { 3 } else { 8 };
+        self.longest > self.share.saturating_add(self.shortest).saturating_mul(factor)
+    }
+
+    /// Parts of split row tiles, at most. A row tile is split into parts of half a share, and all
+    /// row tiles of a sequence have at most twice the keys of their mean: six for each share.
+    fn parts(&self) -> usize {
+        if self.longest <= self.shortest {
+            return 0;
+        }
+        let parts = self.row_tiles.saturating_mul(self.longest.div_ceil(self.shortest));
+        parts.min(6 * self.multiprocessors)
+    }
+}
+
+/// Fewest key tiles of a part of a work tile: those of 512 keys, and of 1024 where heads are large,
+/// whose parts take longer to merge.
+fn shortest_part(entry: &Entry) -> usize {
+    let keys = if entry.head_size <= 128 { 512 } else { 1024 };
+    keys / entry.keys as usize
 }
 
 /// What a launch takes, over a cache of elements or of quantized values. It rotates queries if
@@ -98,12 +197,13 @@ pub(super) struct PagedCall {
 
 impl PagedCall {
     pub(super) fn new(job: Job<'_>, entry: &'static Entry) -> Result<Self> {
-        let counter = job.scratch.count(1);
         let params = paged_params(&job, entry)?;
+        let mut arguments = arguments(&job, &params, entry)?;
+        arguments.extend(scratch(&params, entry, job.scratch)?);
         Ok(Self {
             entry,
             params,
-            arguments: arguments(&job, &params, entry, counter)?,
+            arguments,
             blocks: if params.is_secondary == 1 { params.secondary } else { params.primary },
         })
     }
@@ -120,9 +220,12 @@ impl PagedCall {
 fn paged_params(job: &Job<'_>, entry: &Entry) -> Result<PagedHopperParams> {
     let (p, device, task) = (job.problem, job.device, job.task);
     let pages = pages(p)?;
+    let divides = entry.role == Role::SplitAttention;
+    let division = divides.then(|| Division::of(p, pages, entry, device));
+    let tile_heads = division.as_ref().map_or(1, |division| division.tile_heads);
     let params = PagedHopperParams {
         hopper: HopperParams {
-            attention: attention_params(job, pages)?,
+            attention: attention_params(job, pages, tile_heads)?,
             rotary: rotary_params(p.rotary, 0)?,
         },
         tokens: u32_of("tokens", pages.tokens)?,
@@ -134,6 +237,10 @@ fn paged_params(job: &Job<'_>, entry: &Entry) -> Result<PagedHopperParams> {
         secondary: 0,
         is_secondary: 0,
         counts_new: pages.counts_new.into(),
+        tile_heads: u32_of("query heads", tile_heads)?,
+        shares: device.multiprocessors,
+        parts: u32_of("parts", division.as_ref().map_or(0, Division::parts))?,
+        shortest: u32_of("key tiles", shortest_part(entry))?,
         reserved: 0,
     };
     let [most, ..] = kernels::paged_grid(&params, entry.rows, device.multiprocessors);
@@ -148,17 +255,59 @@ fn paged_params(job: &Job<'_>, entry: &Entry) -> Result<PagedHopperParams> {
     })
 }
 
+/// Sequences of as many tokens as the longest, where as many others as possible have one.
+fn long_sequences(p: &Problem, pages: Pages) -> usize {
+    pages.tokens.saturating_sub(p.batch).div_ceil((p.q_len - 1).max(1)).min(p.batch)
+}
+
+/// How many query heads share a row tile of `rows` rows: of the divisors of a group, the first with
+/// the fewest row tiles where as many sequences as possible have one token, and the others as many
+/// as the longest.
+fn tile_heads(p: &Problem, pages: Pages, rows: u32) -> usize {
+    let group = p.q_heads / p.kv_heads;
+    let many = long_sequences(p, pages);
+    let few = p.batch - many;
+    let tiles = |&heads: &usize| {
+        let height = kernels::packed_tokens(heads as u32, rows) as usize;
+        (few + many * p.q_len.div_ceil(height)) * (group / heads)
+    };
+    let fits = |&heads: &usize| group.is_multiple_of(heads);
+    (1..=group.min(kernels::QUERY_BOX as usize)).filter(fits).min_by_key(tiles).unwrap_or(1)
+}
+
+/// What the parts of split work tiles leave for each other, and counters: one from which work tiles
+/// are drawn, and behind it the arrivals of each warp's parts.
+fn scratch(
+    params: &PagedHopperParams,
+    entry: &Entry,
+    scratch: &mut Scratch,
+) -> Result<[(&'static str, Arg); 3]> {
+    let (parts, rows) = (params.parts as usize, entry.rows as usize);
+    let mut take = |elements: usize| match elements {
+        0 => Ok(Arg::Null),
+        _ => scratch.take(elements, DType::F32.size()),
+    };
+    let columns = take(parts * rows * entry.head_size as usize)?;
+    let states = take(parts * rows * 2)?;
+    let counter = scratch.count(1 + parts * rows / kernels::WARP_ROWS as usize);
+    Ok([("counter", counter), ("part_columns", columns), ("part_states", states)])
+}
+
 /// The cache is (block, row, head), and the output's rows are tokens. Strides of the cache count
 /// [`columns`].
-pub(super) fn attention_params(job: &Job<'_>, pages: Pages) -> Result<AttentionParams> {
+pub(super) fn attention_params(
+    job: &Job<'_>,
+    pages: Pages,
+    tile_heads: usize,
+) -> Result<AttentionParams> {
     let params = params(job.problem, job.rows.query.strides, 1)?;
     let columns = columns(job.problem)?;
     let cache = pages_strides(job.problem, pages, job.problem.dtype.size());
     let out = Strides { batch: 0, ..params.out };
     let params = AttentionParams { k: cache, v: cache, out, ..params };
     let read = AttentionParams { batch: 1, head_size: columns, ..params };
-    let l2_section = kernels::l2_section(&read, job.device.l2_bytes);
-    Ok(AttentionParams { l2_section, ..params })
+    let heads = kernels::l2_section(&read, job.device.l2_bytes);
+    Ok(AttentionParams { l2_section: heads / u32_of("query heads", tile_heads)?, ..params })
 }
 
 /// Columns of a row of the cache, as TMA has it: of 16 bits, whatever these are.
@@ -171,18 +320,23 @@ fn arguments(
     job: &Job<'_>,
     params: &PagedHopperParams,
     entry: &Entry,
-    counter: Arg,
 ) -> Result<Vec<(&'static str, Arg)>> {
     let p = job.problem;
     let AttentionParams { head_size, q_heads, kv_heads, q, k: cache, .. } = params.hopper.attention;
     let block_size = u32_of("rows of a block", pages(p)?.block_size)?;
-    let queries = [head_size, params.tokens, q_heads, 1];
+    // Rows of one head are one box of rows; heads that share a tile come before tokens.
+    let heads = params.tile_heads;
+    let (queries, apart, tile) = match heads {
+        1 => ([params.tokens, q_heads], [q.row, q.head], [kernels::QUERY_BOX, 1]),
+        _ => ([q_heads, params.tokens], [q.head, q.row], [heads, kernels::QUERY_BOX / heads]),
+    };
+    let (queries, apart) = ([head_size, queries[0], queries[1], 1], [apart[0], apart[1], 0]);
     let keys = [columns(p)?, block_size, kv_heads, params.blocks];
     let box_rows = kernels::box_rows(block_size, entry.keys);
     let [k, v] = job.rows.attended.map(|arg| tensor_map(p, arg, cache, keys, box_rows));
     let tensor = |id| tensor(p, id, 0);
     Ok(vec![
-        ("q", tensor_map(p, job.rows.query.arg, q, queries, kernels::QUERY_BOX)),
+        ("q", boxes(p, job.rows.query.arg, apart, queries, tile)),
         ("k", k),
         ("v", v),
         ("cos", tensor(TensorId::CosCache)),
@@ -194,7 +348,6 @@ fn arguments(
         ("block_table", tensor(TensorId::BlockTable)),
         ("head_sink", tensor(TensorId::HeadSink)),
         output(p)[0],
-        ("counter", counter),
     ])
 }
 

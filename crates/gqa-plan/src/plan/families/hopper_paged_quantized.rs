@@ -35,7 +35,7 @@ impl Family for HopperPagedQuantized {
     fn choose(&self, call: &Call<'_>) -> Result<Kernel, Rejection> {
         requirements::quantized_vectors(call.problem)?;
         requirements::no_row_scales(call.problem)?;
-        let kernel = hopper_paged::choose(self, call)?;
+        let kernel = hopper_paged::choose(self, call, false)?;
         hopper_quantized::converting_pays(call, kernel.entry)?;
         Ok(kernel)
     }

@@ -28,7 +28,7 @@ pub(super) static FAMILIES: [&dyn Family; 20] = [
     &decode_paged::DecodePaged,
     &decode_paged_quantized::DecodePagedQuantized,
     &hopper_paged_quantized::HopperPagedQuantized,
-    &hopper_paged::HopperPaged,
+    &hopper_paged::HopperPaged { divides: true },
     &tiled_paged::TiledPaged,
     &decode_quantized::DecodeQuantized,
     &decode::Decode,

@@ -69,7 +69,7 @@ fn params(job: &Job<'_>) -> Result<PagedTiledParams> {
     let pages = pages(p)?;
     // Those of all tokens are counted together.
     u32_of("query rows", pages.tokens.saturating_mul(p.q_heads))?;
-    let attention = attention_params(job, pages)?;
+    let attention = attention_params(job, pages, 1)?;
     Ok(PagedTiledParams {
         attention,
         rotary: rotary_params(p.rotary, 0)?,
