@@ -112,7 +112,8 @@ impl<T: Element> Bias<T> {
                 let Sequence { rows, keys, .. } = *sequence;
                 let words = &words[index * rows..][..rows];
                 let mut seen = room("tree_mask", rows.saturating_mul(keys))?;
-                seen.extend(words.iter().flat_map(|&word| sees(word, rows, keys)));
+                let words = words.iter().enumerate();
+                seen.extend(words.flat_map(|(row, &word)| sees(word, row, rows, keys)));
                 OfSequence::Seen(seen.into())
             }
         })
@@ -168,11 +169,13 @@ impl Alibi {
     }
 }
 
-/// Whether a row with that word sees each key, of which the last ones are those of the rows.
-fn sees(word: i64, rows: usize, keys: usize) -> impl Iterator<Item = bool> {
-    (0..keys).map(move |key| match (key + rows).checked_sub(keys) {
-        Some(row) => word >> row & 1 != 0,
-        None => true,
+/// Whether row `row`, with that word, sees each key, of which the last ones are those of the rows: a
+/// row before all keys sees none.
+fn sees(word: i64, row: usize, rows: usize, keys: usize) -> impl Iterator<Item = bool> {
+    let has_key = row + keys >= rows;
+    (0..keys).map(move |key| {
+        let own = (key + rows).checked_sub(keys);
+        has_key && own.is_none_or(|own| word >> own & 1 != 0)
     })
 }
 

@@ -211,13 +211,37 @@ def test_trees_of_drafts(draw):
             keys[end : end + rows] = turned(new, new["k"][b], places)
             values[end : end + rows] = new["v"][b]
             end += rows
-        row = np.arange(first, end) - end + rows
-        seen = (row < 0) | (words[b][:, None] >> row.clip(0, 63) & 1 != 0)
+        seen = keys_in_tree(words[b], end - first)
         mask = np.broadcast_to(seen, (draw.heads, *seen.shape))
         given = {**ours, "causal": False}, queries, keys[first:end], values[first:end]
         expected, expected_lse = draw.expected(*given, mask=mask)
         draw.check(out[b], expected)
         draw.check_lse(lse[b], expected_lse, 5e-3)
+
+
+def keys_in_tree(words, keys):
+    """Which keys rows see, (rows, keys), by words that say which of the rows' own, the last ones. A
+    row before all keys sees none."""
+    rows = len(words)
+    row = np.arange(keys) - keys + rows
+    seen = (row < 0) | (words[:, None] >> row.clip(0, 63) & 1 != 0)
+    return seen & (np.arange(rows)[:, None] + keys >= rows)
+
+
+def test_rows_of_a_tree_before_all_keys():
+    """They see none, whatever their bits say."""
+    q, k, v = (np.ones((2, rows, heads, 16), "float32") for rows, heads in ((3, 2), (4, 1), (4, 1)))
+    v *= np.arange(1, 5, dtype="float32")[:, None, None]
+    words = np.full((2, 3), -1)
+    named = {"causal": True, "tree_mask": words, "return_softmax_lse": True}
+    for where, means in (
+        ({"cache_seqlens": [2, 4]}, [[0, 1.5, 1.5], [2.5, 2.5, 2.5]]),
+        ({"cache_seqlens": [4, 4], "cache_leftpad": [3, 4]}, [[0, 0, 4], [0, 0, 0]]),
+        ({"cache_seqlens": 1, "block_table": np.array([[0], [1]])}, [[0, 0, 1], [0, 0, 1]]),
+    ):
+        out, lse = gqa.flash_attn_with_kvcache(q, k, v, **where, **named)
+        np.testing.assert_allclose(out[..., 0, 0], means, rtol=1e-6)
+        np.testing.assert_array_equal(np.isneginf(lse[:, 0]), np.array(means) == 0)
 
 
 def turned(new, heads, places):

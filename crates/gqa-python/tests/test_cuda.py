@@ -63,6 +63,15 @@ def seen_keys(rows, keys, window, device):
     return seen
 
 
+def keys_in_tree(words, keys):
+    """Which keys rows see, (rows, keys), by words that say which of the rows' own, the last ones. A
+    row before all keys sees none."""
+    rows, key = len(words), torch.arange(keys, device=words.device)
+    row = key - keys + rows
+    seen = (row < 0) | (words[:, None] >> row.clamp(0, 63) & 1 != 0)
+    return seen & (torch.arange(rows, device=words.device)[:, None] + keys >= rows)
+
+
 def in_wide_rows(mask, behind):
     """The same mask in rows of whole vectors of 16 bytes, of which something is behind the keys."""
     keys, each = mask.shape[-1], 16 // mask.element_size()
@@ -785,14 +794,46 @@ class Cases:
                 keys[end : end + rows] = turned(new, new["k"][b], places)
                 values[end : end + rows] = new["v"][b].float()
                 end += rows
-            row = torch.arange(first, end, device=self.device) - end + rows
-            seen = (row < 0) | (words[b, :, None] >> row.clamp(0, 63) & 1 != 0)
+            seen = keys_in_tree(words[b], end - first)
             given = queries, keys[first:end], values[first:end], (-1, -1)
             scores = ours.get("softcap", 0.0), ours.get("s_aux")
             wanted, wanted_lse = expected(*given, *scores, bias=seen[None])
             self.near(out[b], wanted)
             if want_lse:
                 self.near_lse(lse[b], wanted_lse)
+
+    def test_rows_of_a_tree_before_all_keys(self):
+        """They see none, whatever their bits say: as kernels have it over blocks and entries, and
+        torch's functions with cache_leftpad and heads that those kernels do not take."""
+        of_device = functools.partial(torch.tensor, dtype=torch.int32, device=self.device)
+        lengths, first = of_device([3, 7, 5]), of_device([2, 0, 5])
+        table = torch.arange(12, device=self.device).view(3, 4).int()
+        words = torch.tensor([-1, -1, 0b10100, -1, 0b01000], device=self.device).expand(3, -1)
+        for size, dtype, where, sinks in (
+            (64, torch.float16, {}, None),
+            (64, torch.float16, {"block_table": table}, torch.ones(4)),
+            (64, torch.float32, {"cache_leftpad": first}, None),
+            (64, torch.float16, {"cache_leftpad": first}, torch.ones(4)),
+            (20, torch.float32, {}, torch.ones(4)),
+            (20, torch.float32, {"block_table": table}, None),
+        ):
+            with self.subTest(size=size, dtype=str(dtype), where=[*where]):
+                options = {"dtype": dtype, "device": self.device}
+                sinks = None if sinks is None else sinks.to(**options)
+                q, shape = torch.randn(3, 5, 4, size, **options), (3, 64, 2, size)
+                caches = [torch.randn(shape, **options) for _ in "kv"]
+                given = [x.view(12, 16, 2, size) if "block_table" in where else x for x in caches]
+                named = {"cache_seqlens": lengths, "tree_mask": words, "causal": True, **where}
+                named |= {"s_aux": sinks, "return_softmax_lse": True}
+                out, lse = gqa.flash_attn_with_kvcache(q, *given, **named)
+                for b in range(3):
+                    begin = int(first[b]) if "cache_leftpad" in where else 0
+                    k, v = (x[b, begin : int(lengths[b])] for x in caches)
+                    seen = keys_in_tree(words[b], len(k))[None]
+                    wanted = expected(q[b], k, v, sinks=sinks, bias=seen)
+                    self.assertTrue((out[b, : max(5 - len(k), 0)] == 0).all())
+                    self.near(out[b], wanted[0])
+                    self.near_lse(lse[b], wanted[1])
 
     @in_draws
     def test_steps_like_earlier_ones(self):

@@ -197,7 +197,7 @@ def alibi(
 
 def tree(words: Tensor, keys: int, lengths: Tensor | None) -> Tensor:
     """Which keys a row sees whose bits say that of the last ones: (batch, 1, rows, keys), in whole
-    rows. A row without a key of its own sees none."""
+    rows. A row before all keys sees none."""
     rows = words.shape[1]
     ends = keys if lengths is None else lengths.long()[:, None]
     row = torch.arange(columns(keys, 1), device=words.device) - ends + rows

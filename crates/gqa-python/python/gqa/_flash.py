@@ -337,7 +337,7 @@ def flash_attn_with_kvcache(
 
     ``tree_mask``, int64 (batch, rows) of up to 64 rows, lets a causal call check a tree of drafts:
     a row sees the keys before its sequence's rows, and row ``j``'s where bit ``j`` is set, its own
-    and later ones too.
+    and later ones too. A row before all keys sees none.
 
     In torch's tensors on a GPU the caches may be quantized: int8, float8_e4m3fn, or uint8 of
     (..., size / 2), whose low four bits are an even element plus 8, and whose high ones the next.
