@@ -20,7 +20,24 @@ from test_cuda import Cases, decoded, encoded, expected, rotated
 if torch is not None:
     from gqa import _cuda, _fallback, _flash, _launch, _ops, _steps
     from poisoned import POISON, Memory, Poisoned
-    from torch.utils._python_dispatch import _disable_current_modes
+    from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+    from torch.utils._pytree import tree_leaves
+
+    class Allocations(TorchDispatchMode):
+        """What torch allocates in this thread, scratch memory of plans included: bytes of each."""
+
+        def __enter__(self):
+            self.made = []
+            return super().__enter__()
+
+        def __torch_dispatch__(self, function, types, arguments=(), named=None):
+            result = function(*arguments, **(named or {}))
+            tensors = lambda tree: (x for x in tree_leaves(tree) if isinstance(x, torch.Tensor))
+            storage = lambda tensor: tensor.untyped_storage()
+            given = {storage(x).data_ptr() for x in tensors((arguments, named))}
+            new = (storage(x) for x in tensors(result))
+            self.made += [x.nbytes() for x in new if x.data_ptr() not in given]
+            return result
 
 
 class Planned:
@@ -354,6 +371,46 @@ class Emulated(Cases, unittest.TestCase):
                 gqa.flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths)
         self.assertEqual(len(warned.warnings), 1)
         self.assertRegex(str(warned.warning), "copies k_cache with strides .*, v_cache with")
+
+    def test_of_small_blocks_only_those_of_the_tables_are_gathered(self):
+        """As engines have them, of a single row, too: by kernels, or by torch's functions where
+        kernels do not read the strides, or not what becomes of scores. What a call allocates does
+        not grow with the cache."""
+        kv_heads, size, rows, count = 2, 64, 32, 1 << 14
+        q = torch.randn(3, 1, 4, size, dtype=torch.float16)
+        lengths = torch.tensor([5, 31, 17]).int()
+        named = 2 * 3 * rows * kv_heads * size * q.element_size()
+        slopes = torch.rand(4) / 8
+        for block in (1, 2, 4, 8):
+            shape, columns = (count // block, block, kv_heads), rows // block
+            apart = [torch.randn(*shape, size).to(q.dtype) for _ in "kv"]
+            halves = torch.cat(apart, -1).split(size, -1)
+            odd = [torch.nn.functional.pad(x, (1, 0))[..., 1:] for x in apart]
+            table = torch.randperm(count // block)[: 3 * columns].view(3, columns).int()
+            where = {"cache_seqlens": lengths, "block_table": table}
+            for caches, has_new, others, tells in (
+                (apart, False, {}, False),
+                (apart, True, {}, False),
+                (halves, True, {}, False),
+                (odd, True, {}, True),
+                (apart, False, {"alibi_slopes": slopes}, False),
+            ):
+                new = {n: torch.randn(3, 1, kv_heads, size).to(q.dtype) for n in "kv"}
+                new = new if has_new else {}
+                told = mock.patch.object(_cuda, "_told", set())
+                warned = self.assertWarnsRegex(UserWarning, "copies k_cache with")
+                telling = warned if tells else contextlib.nullcontext()
+                with self.subTest(block=block, new=has_new, tells=tells, alibi=bool(others)):
+                    with told as names, telling, Allocations() as memory:
+                        out = gqa.flash_attn_with_kvcache(q, *caches, **new, **where, **others)
+                        self.assertEqual(bool(names), tells)
+                    self.assertLess(max(memory.made), 3 * named)
+                    for b, end in enumerate((lengths + has_new).tolist()):
+                        seen = (x[table[b].long()].flatten(0, 1)[:end] for x in caches)
+                        self.dtype, bias = q.dtype, None
+                        if others:
+                            bias = self.alibi(slopes, 1, end)
+                        self.near(out[b], expected(q[b], *seen, bias=bias)[0])
 
     def test_masks_in_whole_rows_are_not_copied(self):
         mask = torch.rand(3, 2, 5, 37) > 0.3
