@@ -23,6 +23,13 @@ pub struct Arrays {
     pub turning: Turning,
 }
 
+impl Arrays {
+    /// All that are read.
+    pub fn read(&self) -> impl Iterator<Item = &Array> {
+        [&self.q, &self.k, &self.v].into_iter().chain(self.turns.iter().flatten())
+    }
+}
+
 /// How a rotary embedding rotates. In Python an object of these attributes.
 #[derive(Clone, Copy, FromPyObject)]
 pub struct Turning {
@@ -135,16 +142,16 @@ fn new_rows<T: Element>(
 /// Errs where two elements of the caches, which are written, or one of them and something that is
 /// read, lie in the same memory.
 fn check_memory(arrays: &Arrays) -> PyResult<()> {
-    let Arrays { q, key_cache, value_cache, k, v, turns, .. } = arrays;
+    let Arrays { key_cache, value_cache, .. } = arrays;
     for cache in [key_cache, value_cache] {
         if cache.memory().repeats() {
             let got = "an array whose elements share memory";
             return Err(invalid(cache.name, got, "memory for each, as new tokens are written"));
         }
     }
-    let read = [q, k, v].into_iter().chain(turns.iter().flatten());
     let pairs = [(value_cache, key_cache)].into_iter();
-    let pairs = pairs.chain(read.flat_map(|array| [(array, key_cache), (array, value_cache)]));
+    let read = arrays.read().flat_map(|array| [(array, key_cache), (array, value_cache)]);
+    let pairs = pairs.chain(read);
     for (array, cache) in pairs {
         if array.memory().overlaps(cache.memory()) {
             let (got, allowed) = (format!("memory of {}", cache.name), "memory of its own");

@@ -32,6 +32,14 @@ pub struct Arrays {
     pub tree_mask: Option<Array>,
 }
 
+impl Arrays {
+    /// All that are read.
+    pub fn read(&self) -> impl Iterator<Item = &Array> {
+        let others = [&self.sinks, &self.slopes, &self.mask, &self.tree_mask];
+        [&self.q, &self.k, &self.v].into_iter().chain(others.into_iter().flatten())
+    }
+}
+
 /// Attention that can be computed.
 pub struct Attend<'a, T> {
     call: Call<T>,

@@ -23,6 +23,7 @@ use attend::Attend;
 use element::{Element, typed};
 use error::{DriverError, NoDriverError, raised};
 use gqa_host::DType;
+use memory::{Memory, check_apart};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use scores::Scores;
@@ -157,6 +158,26 @@ fn attend_to_cache_on_cpu(
     typed!(arrays.q, run(py, &arrays, &given, scores, appended.as_ref()))
 }
 
+/// Errs where the output, which may be the caller's, lies in memory of something else.
+fn check_output(arrays: &attend::Arrays, appended: Option<&append::Arrays>) -> PyResult<()> {
+    let read = arrays.read().chain(appended.into_iter().flat_map(append::Arrays::read));
+    let output = (arrays.out.name, arrays.out.memory());
+    check_apart(output, read.map(|array| (array.name, array.memory())))
+}
+
+/// A tensor by its name: its address, shape, strides in elements, and bytes of an element.
+type Placed = (String, usize, Vec<usize>, Vec<isize>, usize);
+
+/// Errs where a tensor that is written lies in memory of one that is read, wherever that is.
+#[pyfunction]
+#[pyo3(name = "check_apart")]
+fn check_apart_by_address(written: Placed, read: Vec<Placed>) -> PyResult<()> {
+    fn placed((name, address, shape, strides, size): &Placed) -> (&str, Memory<'_>) {
+        (name, Memory { address: *address, shape, strides, size: *size })
+    }
+    check_apart(placed(&written), read.iter().map(placed))
+}
+
 /// All that a caller can do wrong is found before anything is written.
 fn run<T: Element>(
     py: Python<'_>,
@@ -165,6 +186,7 @@ fn run<T: Element>(
     scores: Scores,
     appended: Option<&append::Arrays>,
 ) -> PyResult<()> {
+    check_output(arrays, appended)?;
     let append = appended.map(|arrays| Append::<T>::of(arrays, given)).transpose()?;
     let attend = Attend::<T>::of(arrays, given, scores)?;
     if let Some(append) = &append {
@@ -216,5 +238,6 @@ fn _gqa(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<layouts::Layouts>()?;
     module.add_function(wrap_pyfunction!(attend_on_cpu, module)?)?;
     module.add_function(wrap_pyfunction!(attend_to_cache_on_cpu, module)?)?;
-    module.add_function(wrap_pyfunction!(merge_on_cpu, module)?)
+    module.add_function(wrap_pyfunction!(merge_on_cpu, module)?)?;
+    module.add_function(wrap_pyfunction!(check_apart_by_address, module)?)
 }

@@ -5,6 +5,9 @@
 //! such a sum has a given value. Strides are mostly nested: all smaller ones together reach less
 //! far than the next, and then each dimension leaves one or two indices to try.
 
+use crate::error::invalid;
+use pyo3::PyResult;
+
 /// Where the elements of an array are.
 #[derive(Clone, Copy)]
 pub struct Memory<'a> {
@@ -14,6 +17,19 @@ pub struct Memory<'a> {
     pub strides: &'a [isize],
     /// Bytes of an element.
     pub size: usize,
+}
+
+/// Errs where an array that is written lies in memory of one that is read. Both have names.
+pub fn check_apart<'a>(
+    (name, written): (&str, Memory<'_>),
+    read: impl IntoIterator<Item = (&'a str, Memory<'a>)>,
+) -> PyResult<()> {
+    match read.into_iter().find(|(_, memory)| memory.overlaps(written)) {
+        Some((other, _)) => {
+            Err(invalid(name, format!("memory of {other}"), "memory of its own, as it is written"))
+        }
+        None => Ok(()),
+    }
 }
 
 /// A number from 0 to `most`, which counts `each`.

@@ -244,6 +244,8 @@ class Cases:
         host = self.normal(2, 3, 4, 16)
         for named, change in (
             ("dropout_p", {"dropout_p": 0.1}),
+            ("out", {"out": there(host)}),
+            ("out", {"out": there(host[:1])}),
             ("k", {"k": there(host.astype(np.float32))}),
             ("k", {"k": host}),
             ("k", {"k": there(host[:1]), "v": there(host[:1])}),

@@ -252,6 +252,41 @@ def turned(new, heads, places):
     return definition.rotated(heads, places, *turns)
 
 
+@pytest.mark.parametrize("library", libraries.NAMES)
+def test_outputs_of_a_callers(library):
+    """They receive what would be returned, and are returned: also part of a larger array."""
+    noise = np.random.default_rng(1)
+    rows, keys = (noise.standard_normal((2, 3, heads, 16)).astype("float16") for heads in (4, 2))
+    values, starts = noise.standard_normal(keys.shape).astype("float16"), np.array([0, 2, 5])
+    flat = [x.reshape(6, -1, 16) for x in (rows, keys, values)]
+    angles = noise.random((64, 8)).astype("float16")
+    new = {"k": keys + 0, "v": values + 0, "rotary_cos": angles, "rotary_sin": angles + 0}
+    blocks = noise.standard_normal((2, 4, 16, 2, 16)).astype("float16")
+    table = np.array([[0, 3], [1, 2]], "int32")
+    where = {"cache_seqlens": np.array([5, 20], "int32"), "block_table": table, "causal": True}
+    used = {"seqused_k": np.array([5, 20], "int32"), "block_table": table}
+    lse = {"return_softmax_lse": True}
+    for function, arrays, named in (
+        (gqa.flash_attn_func, (rows, keys, values), {}),
+        (gqa.flash_attn_func, (rows, keys, values), lse),
+        (gqa.flash_attn_varlen_func, (*flat, starts, starts), lse),
+        (gqa.flash_attn_varlen_func, (flat[0], *blocks, starts), used),
+        (gqa.flash_attn_with_kvcache, (rows, *blocks), {**where, **new}),
+        (gqa.flash_attn_with_kvcache, (rows[:0], *blocks[:, :0]), lse),
+    ):
+        wanted = libraries.call(library, function, *arrays, **named)
+        wanted = wanted if isinstance(wanted, tuple) else (wanted,)
+        memory = np.full((3, *arrays[0].shape), np.nan, "float16")
+        out = libraries.given(library, memory[1])
+        named = {name: libraries.given(library, x) for name, x in named.items()}
+        result = function(*libraries.given(library, arrays), **named, out=out)
+        result = result if isinstance(result, tuple) else (result,)
+        assert result[0] is out
+        np.testing.assert_array_equal(memory[1], wanted[0])
+        assert np.isnan(memory[[0, 2]]).all(), "other rows were written"
+        np.testing.assert_array_equal(libraries.taken(library, result)[1:], wanted[1:])
+
+
 def test_states_merge(draw):
     pick = draw.pick
     batch, rows, keys = 2, pick.choice([1, 5]), 40

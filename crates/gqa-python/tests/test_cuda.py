@@ -835,6 +835,82 @@ class Cases:
                     self.near(out[b], wanted[0])
                     self.near_lse(lse[b], wanted[1])
 
+    def calls_with_an_output(self, size):
+        """Calls that kernels do alone, and such as torch's functions have a part in."""
+        options, count = {"dtype": torch.float16, "device": self.device}, 3
+        random = lambda *shape: torch.randn(*shape, size, **options)
+        of_device = functools.partial(torch.tensor, dtype=torch.int32, device=self.device)
+        q, k, v = (random(count, 5, heads) for heads in (4, 2, 2))
+        flat, starts = [x.flatten(0, 1) for x in (q, k, v)], of_device([0, 2, 7, 12])
+        table = torch.arange(12, device=self.device).view(3, 4).int()
+        blocks, entries = ([random(*n, 2) for _ in "kv"] for n in ((12, 16), (3, 64)))
+        lengths, slopes = of_device([9, 30, 50]), torch.rand(4, device=self.device) / 8
+        over, causal = {"cache_seqlens": lengths, "block_table": table}, {"causal": True}
+        used = {"block_table": table, "seqused_k": lengths, "max_seqlen_q": 5, "max_seqlen_k": 50}
+        varlen, cached = gqa.flash_attn_varlen_func, gqa.flash_attn_with_kvcache
+        yield gqa.flash_attn_func, (q, k, v), causal
+        yield gqa.flash_attn_func, (q[:, :1].contiguous(), k, v), {}
+        yield gqa.flash_attn_func, (q, k, v), {"alibi_slopes": slopes}
+        yield gqa.flash_attn_func, (q, k[:, :0], v[:, :0]), {}
+        yield varlen, (*flat, starts, starts.clone()), causal
+        yield varlen, (*flat, starts, starts), causal
+        yield varlen, (flat[0], *blocks, starts), causal | used
+        yield varlen, (flat[0], *blocks, starts), used
+        yield varlen, (*flat, starts[:1], starts[:1]), {}
+        for where in (over, {"cache_seqlens": lengths}):
+            given = entries if where is not over else blocks
+            yield cached, (q, *given, k, v), causal | where
+            yield cached, (q, *given), {"window_size": (9, 3), **where}
+
+    def test_outputs_of_a_callers(self):
+        """They receive what would be returned, and are returned; nothing else is written."""
+        for size in (64, 20):
+            for i, (function, given, named) in enumerate(self.calls_with_an_output(size)):
+                for lse in ({}, {"return_softmax_lse": True}):
+                    copies = [x.clone() if torch.is_tensor(x) else x for x in given]
+                    if given[-1] is given[-2]:
+                        copies[-1] = copies[-2]
+                    results = function(*copies, **named, **lse)
+                    memory = torch.full((3, *given[0].shape), torch.nan, dtype=given[0].dtype)
+                    memory = memory.to(self.device)
+                    with self.subTest(size=size, call=i, **lse), self.stale():
+                        # The second call is like the first.
+                        for _ in range(2):
+                            got = function(*given, **named, **lse, out=memory[1])
+                            got, wanted = (x if lse else (x,) for x in (got, results))
+                            self.assertEqual(got[0].data_ptr(), memory[1].data_ptr())
+                            self.assertTrue(torch.equal(memory[1], wanted[0]))
+                            self.assertTrue(torch.equal(got[-1], wanted[-1]))
+                        self.assertTrue(memory[[0, 2]].isnan().all(), "other rows were written")
+
+    def test_an_output_is_like_q_in_memory_of_its_own(self):
+        q, k, v = (torch.zeros(2, 3, 4, 16, device=self.device) for _ in "qkv")
+        cache, new = torch.zeros(2, 32, 4, 16, device=self.device), {"k": k, "v": v}
+        kept = {"k_cache": cache, "v_cache": cache.clone(), **new, "cache_seqlens": 3}
+        odd = torch.zeros(q.numel() + 1, device=self.device)[1:].view(q.shape)
+        in_cache = cache.flatten()[64 : 64 + q.numel()].view(q.shape)
+        view = torch.zeros(2, 3, 4, 16, dtype=torch.complex64, device=self.device).conj().imag
+        dense, cached = gqa.flash_attn_func, gqa.flash_attn_with_kvcache
+        for function, named, out, said in (
+            (dense, {"k": k, "v": v}, np.zeros(q.shape, np.float32), "ndarray; allowed: a tensor "),
+            (dense, {"k": k, "v": v}, q[:1], r"torch.float32 \(1, 3, 4, 16\); allowed: torch."),
+            (dense, {"k": k, "v": v}, q.half(), "torch.float16 .*; allowed: torch.float32 "),
+            (dense, {"k": k, "v": v}, torch.zeros(q.shape, device="meta"), "a tensor on meta; "),
+            (dense, {"k": k, "v": v}, q.mT.contiguous().mT, "strides .*; allowed: a contiguous"),
+            (dense, {"k": k, "v": v}, view, "(strides|a view that torch negates)"),
+            (dense, {"k": k, "v": v}, odd, "a tensor at 0x.*; allowed: one at a multiple of 16"),
+            (dense, {"k": k, "v": v}, q, "memory of q; allowed: memory of its own"),
+            (dense, {"k": k, "v": v}, v, "memory of v; "),
+            (cached, kept, in_cache, "memory of k_cache; "),
+            (cached, kept, k, "memory of k; "),
+        ):
+            with self.assertRaisesRegex((TypeError, ValueError), f"^out: got {said}"):
+                function(q, **named, out=out)
+        wants = torch.zeros_like(q).requires_grad_()
+        with self.assertRaisesRegex(ValueError, "^out: got a tensor that requires a gradient"):
+            dense(q, k, v, out=wants)
+        self.assertFalse(cache.any())
+
     @in_draws
     def test_steps_like_earlier_ones(self):
         """Steps of the same shapes, of which only the first is looked at."""
@@ -1064,6 +1140,24 @@ class Cases:
 
         for got, wanted in zip(self.compiled(call)(q), call(q), strict=True):
             self.near(got, wanted)
+
+    def test_a_compiled_call_has_an_output(self):
+        q, k, v = (torch.randn(2, 3, 4, 16, device=self.device) for _ in "qkv")
+        starts = torch.tensor([0, 3, 6], dtype=torch.int32, device=self.device)
+        flat = [x.flatten(0, 1) for x in (q, k, v)]
+        lengths = torch.tensor([2, 3], dtype=torch.int32, device=self.device)
+
+        def call(q, *outs):
+            dense = gqa.flash_attn_func(q * 2, k, v, out=outs[0])
+            varlen = gqa.flash_attn_varlen_func(*flat, starts, starts, 3, 3, out=outs[1])
+            cached = gqa.flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, out=outs[2])
+            return dense + 1, varlen + 1, cached + 1
+
+        ours, theirs = ([torch.zeros_like(x) for x in (q, flat[0], q)] for _ in "ot")
+        got, wanted = self.compiled(call)(q, *ours), call(q, *theirs)
+        for one, other in zip([*ours, *got], [*theirs, *wanted], strict=True):
+            self.near(one, other)
+            self.assertTrue(one.any())
 
     def test_a_compiled_call_appends_in_place(self):
         device = self.device

@@ -412,6 +412,29 @@ class Emulated(Cases, unittest.TestCase):
                             bias = self.alibi(slopes, 1, end)
                         self.near(out[b], expected(q[b], *seen, bias=bias)[0])
 
+    def test_outputs_of_a_callers_are_where_kernels_write(self):
+        q, k, v = (torch.randn(4, 64, heads, 64) for heads in (8, 2, 2))
+        out, starts = torch.empty_like(q), torch.arange(0, 257, 64).int()
+        table, lengths = torch.arange(16).view(4, 4).int(), torch.full((4,), 64).int()
+        rows, blocks = q.flatten(0, 1), [x.view(16, 16, 2, 64) for x in (k, v)]
+        used = {"block_table": table, "seqused_k": lengths, "causal": True}
+        where = {"block_table": table, "cache_seqlens": lengths, "causal": True}
+        varlen = rows, *blocks, starts, None, 64, 64
+        for function, given, named, to in (
+            (gqa.flash_attn_func, (q, k, v), {}, out),
+            (gqa.flash_attn_varlen_func, varlen, used, out.flatten(0, 1)),
+            (gqa.flash_attn_with_kvcache, (q, *blocks), where, out),
+        ):
+            written, run = [], _cuda.run
+
+            def record(planned, tensors):
+                written.append(tensors["output"])
+                run(planned, tensors)
+
+            with self.subTest(function.__name__), mock.patch.object(_cuda, "run", record):
+                self.assertIs(function(*given, **named, out=to), to)
+                self.assertIs(written[0], to)
+
     def test_masks_in_whole_rows_are_not_copied(self):
         mask = torch.rand(3, 2, 5, 37) > 0.3
         for once in (mask, mask[:1].expand(3, -1, -1, -1), mask[:, :1].expand(-1, 2, -1, -1)):

@@ -44,6 +44,40 @@ def test_what_is_no_array_is_named(name, wrong):
         gqa.flash_attn_func(**({"q": q, "k": k, "v": v} | {name: wrong}))
 
 
+def test_an_output_is_like_q_in_memory_of_its_own():
+    q, k, v = arrays()
+    flat, starts = [x.reshape(-1, *x.shape[2:]) for x in (q, k, v)], np.array([0, 3, 6])
+    read_only, wide = np.empty_like(q), np.empty((*q.shape[:-1], 32), np.float32)
+    read_only.flags.writeable = False
+    both = np.zeros((2, 9, 4, 16), np.float32)
+    for given, function, out, said in (
+        ((q, k, v), gqa.flash_attn_func, [1.0], "got list; allowed: an array "),
+        ((q, k, v), gqa.flash_attn_func, q[:, :2], r"got float32 \(2, 2, 4, 16\); allowed: float"),
+        ((q, k, v), gqa.flash_attn_func, q.astype("float16"), "got float16 .*; allowed: float32 "),
+        ((q, k, v), gqa.flash_attn_func, read_only, "got a read-only array; "),
+        ((q, k, v), gqa.flash_attn_func, wide[..., ::2], "got an array with strides; "),
+        ((q, k, v), gqa.flash_attn_func, q, "got memory of q; allowed: memory of its own"),
+        ((q[:1], both[:1, 1:6, :2], v[:1]), gqa.flash_attn_func, both[:1, :3], "got memory of k;"),
+        ((*flat, starts, starts), gqa.flash_attn_varlen_func, flat[0], "got memory of q; "),
+    ):
+        with pytest.raises((TypeError, ValueError), match=f"^out: {said}"):
+            function(*given, out=out)
+    # Other rows of the same array.
+    gqa.flash_attn_func(q[:1], both[:1, 3:8, :2], v[:1], out=both[:1, :3])
+
+
+@pytest.mark.parametrize("name", ["q", "k_cache", "v_cache", "k", "v", "rotary_cos", "rotary_sin"])
+def test_an_output_in_memory_of_what_is_read_or_appended_to(name):
+    shapes = {"q": (1, 2, 2, 16), "k": (1, 2, 2, 16), "v": (1, 2, 2, 16)}
+    shapes |= {"k_cache": (1, 8, 2, 16), "v_cache": (1, 8, 2, 16)}
+    shapes |= {"rotary_cos": (8, 8), "rotary_sin": (8, 8)}
+    given = {other: np.zeros(shape, np.float32) for other, shape in shapes.items()}
+    out = given[name].reshape(-1)[:64].reshape(1, 2, 2, 16)
+    with pytest.raises(ValueError, match=f"^out: got memory of {name}; allowed: memory of its own"):
+        gqa.flash_attn_with_kvcache(**given, cache_seqlens=3, out=out)
+    assert not given["k_cache"].any()
+
+
 NO_FLAGS = ["yes", None, 2, -1, 0.5, np.ones(2, bool), []]
 
 

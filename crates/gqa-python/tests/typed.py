@@ -23,6 +23,10 @@ def results(q: Array, qkv: Array, numbers: NDArray[np.int32]) -> None:
     assert_type(gqa.flash_attn_varlen_kvpacked_func(q, qkv, numbers, numbers, 3, 3), Array)
     for lengths in (3, [3, 4], numbers):
         assert_type(gqa.flash_attn_with_kvcache(q, q, q, cache_seqlens=lengths), Array)
+    assert_type(gqa.flash_attn_func(q, q, q, out=q), Array)
+    both = gqa.flash_attn_varlen_func(q, q, q, numbers, numbers, return_softmax_lse=True, out=q)
+    assert_type(both, tuple[Array, Array])
+    assert_type(gqa.flash_attn_with_kvcache(q, q, q, out=q), Array)
     assert_type(gqa.merge_states([q, q], [q, q]), tuple[Array, Array])
 
 
@@ -33,6 +37,7 @@ def mistakes(q: Array) -> None:
     gqa.flash_attn_func(q, q)  # type: ignore[call-overload]
     gqa.flash_attn_func([1.0], q, q)  # type: ignore[call-overload]
     gqa.flash_attn_func(q, q, q, casual=True)  # type: ignore[call-overload]
+    gqa.flash_attn_func(q, q, q, out=True)  # type: ignore[call-overload]
     gqa.flash_attn_with_kvcache(q, q, q, cache_seqlens="3")  # type: ignore[arg-type]
     gqa.merge_states(q)  # type: ignore[call-arg]
 

@@ -33,7 +33,7 @@ def flash_attn_func(
     window_size: Window = (-1, -1), softcap: Number = 0.0, alibi_slopes: Array | None = None,
     deterministic: bool = False, return_attn_probs: Literal[False] = False,
     *, return_softmax_lse: Literal[False] = False, s_aux: Array | None = None,
-    mask: Array | None = None,
+    mask: Array | None = None, out: _A | None = None,
 ) -> _A: ...
 @overload
 def flash_attn_func(
@@ -42,6 +42,7 @@ def flash_attn_func(
     window_size: Window = (-1, -1), softcap: Number = 0.0, alibi_slopes: Array | None = None,
     deterministic: bool = False, return_attn_probs: Literal[False] = False,
     *, return_softmax_lse: Literal[True], s_aux: Array | None = None, mask: Array | None = None,
+    out: _A | None = None,
 ) -> tuple[_A, _A]: ...
 @overload
 def flash_attn_func(
@@ -50,7 +51,7 @@ def flash_attn_func(
     window_size: Window = (-1, -1), softcap: Number = 0.0, alibi_slopes: Array | None = None,
     deterministic: bool = False,
     *, return_attn_probs: Literal[True], return_softmax_lse: bool = False,
-    s_aux: Array | None = None, mask: Array | None = None,
+    s_aux: Array | None = None, mask: Array | None = None, out: _A | None = None,
 ) -> tuple[_A, _A, None]: ...
 @overload
 def flash_attn_qkvpacked_func(
@@ -114,6 +115,7 @@ def flash_attn_varlen_func(
     block_table: Array | None = None,
     *, seqused_k: Integers | None = None, return_softmax_lse: Literal[False] = False,
     s_aux: Array | None = None, k_descale: Array | None = None, v_descale: Array | None = None,
+    out: _A | None = None,
 ) -> _A: ...
 @overload
 def flash_attn_varlen_func(
@@ -125,6 +127,7 @@ def flash_attn_varlen_func(
     block_table: Array | None = None,
     *, seqused_k: Integers | None = None, return_softmax_lse: Literal[True],
     s_aux: Array | None = None, k_descale: Array | None = None, v_descale: Array | None = None,
+    out: _A | None = None,
 ) -> tuple[_A, _A]: ...
 @overload
 def flash_attn_varlen_func(
@@ -135,7 +138,7 @@ def flash_attn_varlen_func(
     deterministic: bool = False, block_table: Array | None = None,
     *, return_attn_probs: Literal[True], seqused_k: Integers | None = None,
     return_softmax_lse: bool = False, s_aux: Array | None = None, k_descale: Array | None = None,
-    v_descale: Array | None = None,
+    v_descale: Array | None = None, out: _A | None = None,
 ) -> tuple[_A, _A, None]: ...
 @overload
 def flash_attn_varlen_qkvpacked_func(
@@ -200,7 +203,7 @@ def flash_attn_with_kvcache(
     softcap: Number = 0.0, rotary_interleaved: bool = True, alibi_slopes: Array | None = None,
     num_splits: int = 0, return_softmax_lse: Literal[False] = False,
     *, s_aux: Array | None = None, tree_mask: Array | None = None, k_descale: Array | None = None,
-    v_descale: Array | None = None,
+    v_descale: Array | None = None, out: _A | None = None,
 ) -> _A: ...
 @overload
 def flash_attn_with_kvcache(
@@ -213,5 +216,6 @@ def flash_attn_with_kvcache(
     num_splits: int = 0,
     *, return_softmax_lse: Literal[True], s_aux: Array | None = None,
     tree_mask: Array | None = None, k_descale: Array | None = None, v_descale: Array | None = None,
+    out: _A | None = None,
 ) -> tuple[_A, _A]: ...
 def merge_states(outputs: Iterable[_A], log_sum_exps: Iterable[Array]) -> tuple[_A, _A]: ...

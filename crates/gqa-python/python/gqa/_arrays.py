@@ -247,6 +247,10 @@ def _known(index: int, stream: int, numbers: tuple[int, ...]) -> GpuArray:
     return _gpu(index).integers(list(numbers), stream)
 
 
+def check_output(out: Any, read: dict[str, Any]) -> NoReturn:
+    _refuse("out", f"a {type(out).__name__}", "None")
+
+
 def dense(q: Any, k: Any, v: Any, scores: Scores, want_lse: bool, mask: Any) -> tuple[Any, ...]:
     work = _Work(q)
     q = work.heads("q", q)

@@ -107,25 +107,38 @@ def _attend(
     scores: Scores,
     turning: _Turning | None = None,
     most: tuple[int | None, int | None] = (None, None),
+    out: Array | None = None,
     **others: Any
 ) -> tuple[Any, Any]:
-    out = _empty(q, tuple(q.shape))
+    """The output, which is the caller's where there is one, and log-sum-exps."""
+    made = _empty(q, tuple(q.shape)) if out is None else out
     lse = None if lse_shape is None else _empty(q, lse_shape, np.float32)
-    arrays = {"q": q, "out": out, "lse": lse, **others}
+    arrays = {"q": q, "out": made, "lse": lse, **others}
     arrays |= {"sinks": scores.sinks, "alibi_slopes": scores.slopes}
     if turning is None:
         _gqa.attend(scores, most, _given(arrays))
     else:
         _gqa.attend_to_cache(scores, turning, _given(arrays))
-    return out, lse
+    return _as(q, made) if out is None else out, _as(q, lse)
+
+
+def check_output(out: Array, read: dict[str, Any]) -> None:
+    """Errs where nothing that is written would be in an output. That it lies in memory of its own
+    is checked where memory is."""
+    _check_written("out", out)
 
 
 def dense(
-    q: Array, k: Array, v: Array, scores: Scores, want_lse: bool, mask: Array | None
+    q: Array,
+    k: Array,
+    v: Array,
+    scores: Scores,
+    want_lse: bool,
+    mask: Array | None,
+    out: Array | None = None,
 ) -> tuple[Any, Any]:
     lse_shape = _lse_shape(q) if want_lse else None
-    out, lse = _attend(q, lse_shape, scores, k=k, v=v, mask=mask)
-    return _as(q, out), _as(q, lse)
+    return _attend(q, lse_shape, scores, out=out, k=k, v=v, mask=mask)
 
 
 def _lse_shape(q: Array) -> tuple[int, ...]:
@@ -144,6 +157,7 @@ def varlen(
     scores: Scores,
     want_lse: bool,
     descales: Sequence[Array | None] = (),
+    out: Array | None = None,
 ) -> tuple[Any, Any]:
     no_descales(descales)
     given = {"cu_seqlens_q": starts[0]}
@@ -151,8 +165,7 @@ def varlen(
     others = {name: _integers(name, numbers) for name, numbers in given.items()}
     others |= {"k": k, "v": v, "block_table": table}
     lse_shape = (q.shape[1], q.shape[0]) if want_lse else None
-    out, lse = _attend(q, lse_shape, scores, most=most, **others)
-    return _as(q, out), _as(q, lse)
+    return _attend(q, lse_shape, scores, most=most, out=out, **others)
 
 
 def with_kvcache(
@@ -165,6 +178,7 @@ def with_kvcache(
     want_lse: bool,
     tree: Array | None = None,
     descales: Sequence[Array | None] = (),
+    out: Array | None = None,
 ) -> tuple[Any, Any]:
     no_descales(descales)
     batch = q.shape[0]
@@ -179,7 +193,8 @@ def with_kvcache(
     }
     interleaved = False
     if new is not None:
-        _check_changes(arrays)
+        for name in ("k_cache", "v_cache"):
+            _check_written(name, arrays[name])
         arrays |= {"k": new[0], "v": new[1]}
     if rope is not None:
         cos, sin, interleaved = rope
@@ -190,17 +205,15 @@ def with_kvcache(
         # It says all that is hidden.
         scores = scores._replace(window=(-1, -1))
     lse_shape = _lse_shape(q) if want_lse else None
-    out, lse = _attend(q, lse_shape, scores, turning, **arrays)
-    return _as(q, out), _as(q, lse)
+    return _attend(q, lse_shape, scores, turning, out=out, **arrays)
 
 
-def _check_changes(arrays: dict[str, Any]) -> None:
-    """Errs where a cache is jax's, whose arrays never change but do not say so, or a copy."""
-    for name in ("k_cache", "v_cache"):
-        check_in_memory(name, arrays[name])
-        if type(arrays[name]).__module__.split(".")[0] in ("jax", "jaxlib"):
-            allowed = "one that can be written: numpy's or torch's"
-            raise invalid(name, "an array of jax", allowed)
+def _check_written(name: str, array: Array) -> None:
+    """Errs where an array is jax's, which never change but do not say so, or a copy."""
+    check_in_memory(name, array)
+    if type(array).__module__.split(".")[0] in ("jax", "jaxlib"):
+        allowed = "one that can be written: numpy's or torch's"
+        raise invalid(name, "an array of jax", allowed)
 
 
 def merge(outputs: list[Array], log_sum_exps: list[Array]) -> tuple[Any, Any]:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Optional
 import torch
 from torch import Tensor
 
-from gqa import _fallback, _quantized, _steps, _strides
+from gqa import _fallback, _gqa, _quantized, _steps, _strides
 from gqa._cpu import check_in_memory
 from gqa._errors import invalid, mistyped
 from gqa._flash import Places, Scores, Step, block_size
@@ -38,6 +38,19 @@ class _Sequences(NamedTuple):
     has_all_rows: bool = False
 
 
+def check_output(out: Tensor, read: dict[str, Any]) -> None:
+    """Errs unless kernels can write an output where it is: in memory of its own, aligned."""
+    check_in_memory("out", out)
+    if out.data_ptr() % 16 != 0:
+        raise invalid("out", f"a tensor at {out.data_ptr():#x}", "one at a multiple of 16 bytes")
+    tensors = {name: x for name, x in read.items() if isinstance(x, Tensor)}
+    _gqa.check_apart(_placed("out", out), [_placed(name, x) for name, x in tensors.items()])
+
+
+def _placed(name: str, x: Tensor) -> tuple[str, int, Sequence[int], Sequence[int], int]:
+    return name, x.data_ptr(), x.shape, x.stride(), x.element_size()
+
+
 def dense(
     q: Tensor,
     k: Tensor,
@@ -46,6 +59,7 @@ def dense(
     want_lse: bool,
     mask: Any,
     step: Step | None = None,
+    out: Tensor | None = None,
 ) -> _Results:
     """``step`` is a key of _steps and the arguments it is of, where this call may be kept."""
     _check(q, {"k": k, "v": v}, 4)
@@ -57,8 +71,8 @@ def dense(
         call = _over_entries(q, k, filled(q.device, q.shape[0], k.shape[1]), True)
         if launches(*_asked(q, cache, None, None, call, scores, want_lse)) == 1:
             kept = None if step is None else (*step, [call.starts, call.lengths, call.table])
-            return _of_batch(q, cache, None, None, call, scores, want_lse, kept=kept)
-    return _external(q, k, v, scores, want_lse, mask=mask, step=step)
+            return _of_batch(q, cache, None, None, call, scores, want_lse, kept=kept, out=out)
+    return _external(q, k, v, scores, want_lse, mask=mask, step=step, out=out)
 
 
 def varlen(
@@ -73,6 +87,7 @@ def varlen(
     want_lse: bool,
     step: Step | None = None,
     descales: tuple[Any, Any] = (None, None),
+    out: Tensor | None = None,
 ) -> _Results:
     """``step`` as that of dense."""
     if table is None:
@@ -83,15 +98,16 @@ def varlen(
     starts, lengths, most = _starts(starts, used, most, q.device)
     if q.numel() == 0 or most[0] == 0:
         lse = q.new_full(q.shape[1::-1], -torch.inf, dtype=torch.float32) if want_lse else None
-        return torch.zeros_like(q, memory_format=torch.contiguous_format), lse
+        made = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
+        return made.zero_(), lse
     if table is not None:
         lengths = starts[1].diff() if lengths is None else lengths
         where = starts[0], lengths, most, table
-        return _varlen_over_blocks(q, cache, *where, scores, want_lse, step)
+        return _varlen_over_blocks(q, cache, *where, scores, want_lse, step, out)
     if is_self and not want_lse and _suits_blocks(q, scores):
-        return _over_new_blocks(q, k, v, starts[0], most[0], scores), None
+        return _over_new_blocks(q, k, v, starts[0], most[0], scores, out), None
     k, v = (_fallback.padded(x, starts[1][:-1], most[1]) for x in (k, v))
-    return _padded(q, k, v, starts[0], starts[1].diff(), most[0], scores, want_lse)
+    return _padded(q, k, v, starts[0], starts[1].diff(), most[0], scores, want_lse, out=out)
 
 
 def with_kvcache(
@@ -105,6 +121,7 @@ def with_kvcache(
     step: Step | None = None,
     tree: Tensor | None = None,
     descales: tuple[Any, Any] = (None, None),
+    out: Tensor | None = None,
 ) -> _Results:
     """``step`` is a key of _steps and the arguments it is of, where this call may be kept."""
     cache = _cache(q, dict(zip(("k_cache", "v_cache"), caches)), descales)
@@ -121,8 +138,8 @@ def with_kvcache(
     in_place = places.first is None and _reads_blocks(q, cache, scores, names, places.table)
     in_place = in_place and _is_of_last_rows(q, cache.keys, new, places, scores, tree)
     if in_place and _rotates(rope, q.shape[1], scores):
-        return _over_blocks(q, cache, new, rope, places, scores, want_lse, step, tree)
-    return _over_rows(q, cache, new, rope, places, scores, want_lse, tree)
+        return _over_blocks(q, cache, new, rope, places, scores, want_lse, step, tree, out)
+    return _over_rows(q, cache, new, rope, places, scores, want_lse, tree, out)
 
 
 def merge(outputs: list[Any], log_sum_exps: list[Any]) -> tuple[Tensor, Tensor]:
@@ -332,16 +349,17 @@ def _external(
     mask: Any = None,
     step: Step | None = None,
     outside: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> _Results:
     """Attention of q (batch, rows, heads, size) to k and v where they are.
 
     Sequences have lengths, int32 (batch), or all keys; none has less than shortest. No row sees the
-    keys outside, (batch, keys).
+    keys outside, (batch, keys). There may be an output already.
     """
     batch, rows, heads, _ = q.shape
     keys, kv_heads = k.shape[1:3]
     sinks, (bias, excess) = _sinks(scores, q), _bias(q, keys, lengths, scores, mask, outside)
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     lse = q.new_empty((batch, heads, rows), dtype=torch.float32) if want_lse else None
     if q.numel() == 0 or k.numel() == 0:
         out.zero_()
@@ -379,18 +397,20 @@ def _padded(
     scores: Scores,
     want_lse: bool,
     outside: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> _Results:
     """Attention of sequences of any lengths to padded keys, of which each has so many: its rows are
     padded, too. Rows that are not there then are 0."""
     # Rows are a sequence's last ones, so they are padded at the left.
     padded = _fallback.padded(q, starts[1:] - rows, rows)
-    out, lse = _external(
+    result, lse = _external(
         padded, k, v, scores, want_lse, lengths, shortest=0, outside=outside
     )
     places, is_there = _fallback.places_when_padded(q.shape[0], starts, rows)
     if lse is not None:
         lse = lse.transpose(0, 1).flatten(1)[:, places].masked_fill(~is_there, -torch.inf)
-    return out.flatten(0, 1)[places].masked_fill_(~is_there[:, None, None], 0), lse
+    result = result.flatten(0, 1)[places].masked_fill_(~is_there[:, None, None], 0)
+    return _fallback.put(out, result), lse
 
 
 def _out_of_blocks(
@@ -427,6 +447,7 @@ def _varlen_over_blocks(
     scores: Scores,
     want_lse: bool,
     step: Step | None,
+    out: Tensor | None,
 ) -> _Results:
     rows, keys = most
     table = _table(table, q.device, starts.shape[0] - 1)
@@ -436,15 +457,21 @@ def _varlen_over_blocks(
         size = cache.keys.shape[1]
         call = _Sequences(starts, lengths, True, table, size, rows, keys)
         kept: _Kept | None = None if step is None else (*step, [])
-        return _paged(q, cache, None, None, call, scores, want_lse, kept=kept)
+        return _paged(q, cache, None, None, call, scores, want_lse, kept=kept, out=out)
     # Rows as _padded has them.
     padded = q.new_empty((0, rows, *q.shape[1:]))
     k, v, lengths, outside = _out_of_blocks(padded, cache, table, lengths, keys, scores)
-    return _padded(q, k, v, starts, lengths, rows, scores, want_lse, outside)
+    return _padded(q, k, v, starts, lengths, rows, scores, want_lse, outside, out)
 
 
 def _over_new_blocks(
-    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, rows: int, scores: Scores
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts: Tensor,
+    rows: int,
+    scores: Scores,
+    out: Tensor | None,
 ) -> Tensor:
     """Sequences that see themselves only, over a paged KV cache that is made for the call."""
     count, columns = starts.shape[0] - 1, -(-rows // _NEW_BLOCK)
@@ -453,7 +480,7 @@ def _over_new_blocks(
     table = rising(q.device, count * columns, 1).view(count, columns)
     past = filled(q.device, count, 0)
     call = _Sequences(starts, past, False, table, _NEW_BLOCK, rows, columns * _NEW_BLOCK)
-    return _paged(q, Cache(keys, values), (k, v), None, call, scores)[0]
+    return _paged(q, Cache(keys, values), (k, v), None, call, scores, out=out)[0]
 
 
 def _reads_blocks(
@@ -519,13 +546,14 @@ def _paged(
     want_lse: bool = False,
     tree: Tensor | None = None,
     kept: _Kept | None = None,
+    out: Tensor | None = None,
 ) -> _Results:
     """Attention of q (..., heads, size) over blocks, which take new keys and values first.
 
     Log-sum-exps have shape (heads, rows). ``kept`` is what _steps keeps of the call beside its plan
-    and tensors.
+    and tensors. There may be an output already.
     """
-    planned, tensors = _planned(q, cache, new, rope, call, scores, want_lse, tree)
+    planned, tensors = _planned(q, cache, new, rope, call, scores, want_lse, tree, out)
     run(planned, tensors)
     if kept is not None:
         step, arguments, constants = kept
@@ -569,12 +597,15 @@ def _planned(
     scores: Scores,
     want_lse: bool = False,
     tree: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> tuple[Planned, Tensors]:
     """The plan of that, and its tensors."""
     q, new = _in_place(q, new)
     heads, tokens = q.shape[-2], q.shape[:-2].numel()
-    make = torch.empty_like if call.has_all_rows else torch.zeros_like
-    out = make(q, memory_format=torch.contiguous_format)
+    if out is None:
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    if not call.has_all_rows:
+        out.zero_()
     lse = q.new_full((heads, tokens), -torch.inf, dtype=torch.float32) if want_lse else None
     k, v = (None, None) if new is None else new
     cos, sin, _ = (None, None, None) if rope is None else rope
@@ -715,6 +746,7 @@ def _over_blocks(
     want_lse: bool,
     step: Step | None,
     tree: Tensor | None,
+    out: Tensor | None,
 ) -> _Results:
     """One call appends, rotates and attends."""
     (batch, rows), table = q.shape[:2], places.table
@@ -734,7 +766,7 @@ def _over_blocks(
     # Where entries are picked the table depends on what is in an argument.
     if step is not None and places.entries is None:
         kept = *step, [call.starts] if table is not None else [call.starts, call.table]
-    return _of_batch(q, cache, new, rope, call, scores, want_lse, tree, kept)
+    return _of_batch(q, cache, new, rope, call, scores, want_lse, tree, kept, out)
 
 
 def _over_entries(q: Tensor, k_cache: Tensor, lengths: Tensor, counts_new: bool) -> _Sequences:
@@ -757,10 +789,11 @@ def _of_batch(
     want_lse: bool,
     tree: Tensor | None = None,
     kept: _Kept | None = None,
+    out: Tensor | None = None,
 ) -> _Results:
     """The same of q (batch, rows, heads, size), with log-sum-exps (batch, heads, rows)."""
     batch, rows, heads, _ = q.shape
-    out, lse = _paged(q, cache, new, rope, call, scores, want_lse, tree, kept)
+    out, lse = _paged(q, cache, new, rope, call, scores, want_lse, tree, kept, out)
     if lse is not None:
         lse = lse.view(heads, batch, rows).transpose(0, 1).contiguous()
     return out, lse
@@ -775,6 +808,7 @@ def _over_rows(
     scores: Scores,
     want_lse: bool,
     tree: Tensor | None,
+    out: Tensor | None,
 ) -> _Results:
     """Appends by torch's functions, and attends to what the cache has then."""
     lengths, shortest, outside = places.lengths, 0, None
@@ -805,5 +839,6 @@ def _over_rows(
         scores = scores._replace(window=(-1, -1))
         mask = _fallback.tree(tree, k.shape[1], lengths)
     if lengths is None:
-        return _external(q, k, v, scores, want_lse, mask=mask)
-    return _external(q, k, v, scores, want_lse, lengths, shortest, mask, outside=outside)
+        return _external(q, k, v, scores, want_lse, mask=mask, out=out)
+    of_keys = lengths, shortest, mask
+    return _external(q, k, v, scores, want_lse, *of_keys, outside=outside, out=out)

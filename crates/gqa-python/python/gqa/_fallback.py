@@ -195,6 +195,11 @@ def alibi(
     return bias, (slopes * ahead).squeeze(-1)
 
 
+def put(out: Tensor | None, result: Tensor) -> Tensor:
+    """A result, in the output of a caller's where there is one."""
+    return result if out is None else out.copy_(result)
+
+
 def tree(words: Tensor, keys: int, lengths: Tensor | None) -> Tensor:
     """Which keys a row sees whose bits say that of the last ones: (batch, 1, rows, keys), in whole
     rows. A row before all keys sees none."""

@@ -203,6 +203,7 @@ def flash_attn_func(
     return_softmax_lse: bool = False,
     s_aux: Array | None = None,
     mask: Array | None = None,
+    out: Array | None = None,
 ) -> Any:
     """Attention: softmax(q kᵀ · scale) v.
 
@@ -213,7 +214,8 @@ def flash_attn_func(
 
     ``s_aux``, (heads), is an extra logit in each softmax denominator (an attention sink).
     ``mask``, (batch or 1, heads or 1, rows, keys), hides keys where it is false, or is added to
-    scores. ``deterministic`` changes nothing: results always are.
+    scores. ``deterministic`` changes nothing: results always are. ``out``, a contiguous array like
+    q in memory of its own, receives the output, and is what is returned as that.
 
     Returns the output, of q's shape; with ``return_softmax_lse`` also natural logarithms of the
     softmax denominators, float32 (batch, heads, rows), -inf where a row sees neither a key nor a
@@ -223,14 +225,17 @@ def flash_attn_func(
     _no_dropout(dropout_p)
     want_lse = _wants_lse(return_softmax_lse, return_attn_probs)
     unusual = want_lse or alibi_slopes is not None or s_aux is not None or mask is not None
-    key, out = (None, None) if unusual else _earlier(arguments, numbers, window_size)
-    if out is not None:
-        return out
-    _check(4, q=q, k=k, v=v)
+    unusual = unusual or out is not None
+    key, earlier = (None, None) if unusual else _earlier(arguments, numbers, window_size)
+    if earlier is not None:
+        return earlier
+    _check(4, q=q, k=k, v=v, out=out)
     scores = _scores(q, softmax_scale, softcap, causal, window_size, alibi_slopes, s_aux)
-    step = _step(key, arguments)
-    out, lse = _backend(q).dense(q, k, v, scores, want_lse, mask, **step)
-    return _returned(out, lse, return_softmax_lse, return_attn_probs)
+    others = _step(key, arguments)
+    read = {"q": q, "k": k, "v": v, "alibi_slopes": alibi_slopes, "s_aux": s_aux, "mask": mask}
+    others |= _output(out, read)
+    result, lse = _backend(q).dense(q, k, v, scores, want_lse, mask, **others)
+    return _returned(result, lse, return_softmax_lse, return_attn_probs)
 
 
 def flash_attn_varlen_func(
@@ -256,6 +261,7 @@ def flash_attn_varlen_func(
     s_aux: Array | None = None,
     k_descale: Array | None = None,
     v_descale: Array | None = None,
+    out: Array | None = None,
 ) -> Any:
     """:func:`flash_attn_func` of sequences of any lengths, which lie one behind the other.
 
@@ -264,8 +270,9 @@ def flash_attn_varlen_func(
     where the last one ends. With ``block_table``, int32 (sequences, blocks of a sequence), k and v
     are a paged KV cache of shape (blocks, rows of a block, KV heads, size), and ``seqused_k``,
     int32 (sequences), may say how many keys each has, in place of ``cu_seqlens_k``.
-    ``max_seqlen_q`` and ``max_seqlen_k`` bound the lengths on a GPU, where these are not looked at. The paged KV cache
-    may be quantized, with ``k_descale`` and ``v_descale``: see :func:`flash_attn_with_kvcache`.
+    ``max_seqlen_q`` and ``max_seqlen_k`` bound the lengths on a GPU, where these are not looked at.
+    The paged KV cache may be quantized, with ``k_descale`` and ``v_descale``: see
+    :func:`flash_attn_with_kvcache`.
 
     Log-sum-exps have shape (heads, rows of all sequences).
     """
@@ -275,10 +282,11 @@ def flash_attn_varlen_func(
     want_lse = _wants_lse(return_softmax_lse, return_attn_probs)
     unusual = seqused_k is None or None in (max_seqlen_q, max_seqlen_k)
     unusual = unusual or want_lse or alibi_slopes is not None or s_aux is not None
-    key, out = (None, None) if unusual else _earlier(arguments, numbers, window_size)
-    if out is not None:
-        return out
-    _check(3, q=q, k=k, v=v)
+    unusual = unusual or out is not None
+    key, earlier = (None, None) if unusual else _earlier(arguments, numbers, window_size)
+    if earlier is not None:
+        return earlier
+    _check(3, q=q, k=k, v=v, out=out)
     scores = _scores(q, softmax_scale, softcap, causal, window_size, alibi_slopes, s_aux)
     starts, used = (cu_seqlens_q, cu_seqlens_k), seqused_k
     if used is not None and block_table is None:
@@ -289,10 +297,14 @@ def flash_attn_varlen_func(
     if scales and block_table is None:
         raise invalid("k_descale, v_descale", "an array", "None without block_table")
     most = _longest("max_seqlen_q", max_seqlen_q), _longest("max_seqlen_k", max_seqlen_k)
-    step = _step(key, arguments)
     given = q, k, v, starts, used, most, block_table
-    out, lse = _backend(q).varlen(*given, scores, want_lse, **step, **scales)
-    return _returned(out, lse, return_softmax_lse, return_attn_probs)
+    read: dict[str, Any] = {"q": q, "k": k, "v": v, "block_table": block_table}
+    read |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_k": used}
+    read |= {"k_descale": k_descale, "v_descale": v_descale}
+    read |= {"alibi_slopes": alibi_slopes, "s_aux": s_aux}
+    others = _step(key, arguments) | scales | _output(out, read)
+    result, lse = _backend(q).varlen(*given, scores, want_lse, **others)
+    return _returned(result, lse, return_softmax_lse, return_attn_probs)
 
 
 def flash_attn_with_kvcache(
@@ -320,6 +332,7 @@ def flash_attn_with_kvcache(
     tree_mask: Array | None = None,
     k_descale: Array | None = None,
     v_descale: Array | None = None,
+    out: Array | None = None,
 ) -> Any:
     """Attention over a KV cache, to which k and v are appended in place first.
 
@@ -351,10 +364,11 @@ def flash_attn_with_kvcache(
     want_lse = flag("return_softmax_lse", return_softmax_lse)
     unusual = cache_batch_idx is not None or cache_leftpad is not None or want_lse
     unusual = unusual or alibi_slopes is not None or s_aux is not None or tree_mask is not None
-    key, out = (None, None) if unusual else _earlier(arguments, numbers, window_size)
-    if out is not None:
-        return out
-    _check(4, q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v)
+    unusual = unusual or out is not None
+    key, earlier = (None, None) if unusual else _earlier(arguments, numbers, window_size)
+    if earlier is not None:
+        return earlier
+    _check(4, q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, out=out)
     scores = _scores(q, softmax_scale, softcap, causal, window_size, alibi_slopes, s_aux)
     places = Places(cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
     _check_places(places)
@@ -371,10 +385,16 @@ def flash_attn_with_kvcache(
     if tree_mask is not None:
         others["tree"] = tree_mask
     others |= descales(k_descale, v_descale)
-    out, lse = _backend(q).with_kvcache(
+    read: dict[str, Any] = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v}
+    read |= {"rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "cache_seqlens": cache_seqlens}
+    read |= {"cache_batch_idx": cache_batch_idx, "cache_leftpad": cache_leftpad}
+    read |= {"block_table": block_table, "alibi_slopes": alibi_slopes, "s_aux": s_aux}
+    read |= {"tree_mask": tree_mask, "k_descale": k_descale, "v_descale": v_descale}
+    others |= _output(out, read)
+    result, lse = _backend(q).with_kvcache(
         q, (k_cache, v_cache), new, rope, places, scores, want_lse, **others
     )
-    return (out, lse) if want_lse else out
+    return (result, lse) if want_lse else result
 
 
 def _earlier(
@@ -401,6 +421,25 @@ def descales(k_descale: Array | None, v_descale: Array | None) -> dict[str, Any]
     """The scales of a quantized KV cache by their name, where there are some."""
     is_given = k_descale is not None or v_descale is not None
     return {"descales": (k_descale, v_descale)} if is_given else {}
+
+
+def _output(out: Any, read: dict[str, Any]) -> dict[str, Any]:
+    """The output of a caller's by its name, if there is one, which is like q and in memory that a
+    call writes but does not read."""
+    if out is None:
+        return {}
+    q = read["q"]
+    if _cpu._is_torch(q) and not _cpu._is_torch(out):
+        raise mistyped("out", type(out).__name__, "a tensor of torch's, as q")
+    shapes = _shape("out", out), _shape("q", q)
+    if shapes[0] != shapes[1] or str(out.dtype) != str(q.dtype):
+        raise invalid("out", f"{out.dtype} {shapes[0]}", f"{q.dtype} {shapes[1]}, as q")
+    if _cpu._is_torch(q) and out.device != q.device:
+        raise invalid("out", f"a tensor on {out.device}", f"{q.device}, as q")
+    if _cpu._is_torch(q) and not out.is_contiguous():
+        raise invalid("out", f"strides {out.stride()}", "a contiguous tensor")
+    _backend(q).check_output(out, read)
+    return {"out": out}
 
 
 def _both(names: str, first: Array | None, second: Array | None) -> tuple[Array, Array] | None:

@@ -15,6 +15,7 @@ __all__ = [
     "attend",
     "attend_to_cache",
     "merge_states",
+    "check_apart",
 ]
 
 __version__: str
@@ -134,3 +135,8 @@ def attend_to_cache(scores: Any, turning: Any, arguments: Mapping[str, Any]) -> 
 def merge_states(
     outputs: Sequence[Any], lses: Sequence[Any], output: Any, lse: Any
 ) -> None: ...
+
+# A tensor's name, address, shape, strides in elements, and bytes of an element.
+_Placed = tuple[str, int, Sequence[int], Sequence[int], int]
+
+def check_apart(written: _Placed, read: Sequence[_Placed]) -> None: ...

@@ -11,11 +11,21 @@ from gqa import _fallback, _flash, _launch
 merge = _fallback.merge
 
 
+def check_output(out: Tensor, read: dict[str, Any]) -> None:
+    """What is in a graph has no address yet, and is copied to the output there."""
+
+
 def dense(
-    q: Tensor, k: Tensor, v: Tensor, scores: _flash.Scores, want_lse: bool, mask: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scores: _flash.Scores,
+    want_lse: bool,
+    mask: Tensor | None,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    out, lse = _dense(q, k, v, *_flat(scores), want_lse, mask)
-    return out, lse if want_lse else None
+    result, lse = _dense(q, k, v, *_flat(scores), want_lse, mask)
+    return _fallback.put(out, result), lse if want_lse else None
 
 
 def varlen(
@@ -29,10 +39,11 @@ def varlen(
     scores: _flash.Scores,
     want_lse: bool,
     descales: tuple[Tensor | None, Tensor | None] = (None, None),
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     given = q, k, v, *starts, used, *most, table, *_flat(scores), *descales
-    out, lse = _varlen(*given, want_lse)
-    return out, lse if want_lse else None
+    result, lse = _varlen(*given, want_lse)
+    return _fallback.put(out, result), lse if want_lse else None
 
 
 def with_kvcache(
@@ -45,6 +56,7 @@ def with_kvcache(
     want_lse: bool,
     tree: Tensor | None = None,
     descales: tuple[Tensor | None, Tensor | None] = (None, None),
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     k, v = new or (None, None)
     cos, sin, interleaved = rope or (None, None, False)
@@ -53,8 +65,8 @@ def with_kvcache(
         lengths = torch.full((q.shape[0],), lengths, dtype=torch.int32, device=q.device)
     turns, where = (cos, sin, interleaved), (lengths, *others)
     given = q, *cache, k, v, *turns, *where, *_flat(scores), tree, *descales
-    out, lse = _with_kvcache(*given, want_lse)
-    return out, lse if want_lse else None
+    result, lse = _with_kvcache(*given, want_lse)
+    return _fallback.put(out, result), lse if want_lse else None
 
 
 def _flat(scores: _flash.Scores) -> tuple[Any, ...]:
