@@ -129,7 +129,7 @@ fn heads<T: Element>(arrays: &Arrays, varlen: bool, paged: bool) -> PyResult<[He
         let got = format!("{:?}", arrays.k.shape);
         let (heads, size) = (q.heads, q.size);
         let allowed =
-            format!("heads of {size} elements, as q, as many as divide its {heads} heads");
+            format!("heads of {size} elements, and a number of KV heads that divides q's {heads}");
         return Err(invalid(arrays.k.name, got, allowed));
     }
     if arrays.v.shape != arrays.k.shape {

@@ -166,7 +166,8 @@ def test_errors_name_the_callers_arguments():
         function(q, kv, starts, wrong, 6, 7)
     with pytest.raises(ValueError, match="^kv: got float16; allowed: float32, as q"):
         function(q, kv.astype(np.float16), starts, starts, 6, 6)
-    with pytest.raises(ValueError, match="^kv: got .*; allowed: heads of 16 elements"):
+    wanted = "heads of 16 elements, and a number of KV heads that divides q's 4$"
+    with pytest.raises(ValueError, match=f"^kv: got .*; allowed: {wanted}"):
         function(q, kv[..., :8], starts, starts, 6, 6)
 
 

@@ -133,8 +133,8 @@ class _Work:
         (heads, size), (kv_heads, own) = q.shape[-2:], k.shape[-2:]
         agree = own == size and heads and kv_heads and heads % kv_heads == 0
         if k.ndim != dimensions or not agree:
-            allowed = f"{dimensions} dimensions, heads of {size}, as many as divide {heads}"
-            raise invalid(names[0], k.shape, allowed)
+            allowed = f"heads of {size} elements, and a number of KV heads that divides q's {heads}"
+            raise invalid(names[0], k.shape, f"{dimensions} dimensions, {allowed}")
         if v.shape != k.shape:
             raise invalid(names[1], v.shape, k.shape)
         return k, v

@@ -194,7 +194,7 @@ def _check(
             raise invalid(name, got, f"{dtype} of {dimensions} dimensions")
     of_kv = first.shape[-2:]
     if of_kv[1] != size or of_kv[0] == 0 or heads == 0 or heads % of_kv[0]:
-        allowed = f"heads of {size} elements, as many as divide q's {heads}"
+        allowed = f"heads of {size} elements, and a number of KV heads that divides q's {heads}"
         raise invalid(first_name, tuple(first.shape), allowed)
     if first.shape != second.shape:
         raise invalid(second_name, tuple(second.shape), tuple(first.shape))
