@@ -164,7 +164,7 @@ pub fn candle() -> Result<()> {
             let Some((cargo, options)) = command.split_once(" --example smollm2 -- ") else {
                 continue;
             };
-            ensure!(cargo.starts_with("cargo run --release"), "{}: {cargo}", block.place());
+            ensure!(cargo.contains("cargo run --release"), "{}: {cargo}", block.place());
             let line = format!("'{}' {options} --help > /dev/null", example.display());
             let status = Command::new("bash").args(["-c", &line]).status()?;
             ensure!(status.success(), "{}: {command}", block.place());
