@@ -88,13 +88,13 @@ impl Dense {
         self
     }
 
-    /// Key and value have these strides, likewise.
+    /// The same of key and value.
     pub const fn key_value_strides(mut self, strides: RowStrides) -> Self {
         (self.strided.key, self.strided.value) = (Some(strides), Some(strides));
         self
     }
 
-    /// Output has these strides, likewise.
+    /// The same of output.
     pub const fn output_strides(mut self, strides: RowStrides) -> Self {
         self.strided.output = Some(strides);
         self
@@ -132,7 +132,7 @@ impl Dense {
         Self { lse: true, ..self }
     }
 
-    /// `output` is float32 whatever the layer's element type.
+    /// `output` is float32, for every element type of the layer.
     pub const fn float32_output(self) -> Self {
         Self { float32_output: true, ..self }
     }

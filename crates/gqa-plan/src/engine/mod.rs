@@ -109,7 +109,7 @@ impl Layer {
         Self { scale: Some(scale), ..self }
     }
 
-    /// Soft-caps scores; 0: does not.
+    /// Soft-caps scores: `softcap · tanh(score / softcap)`. 0 disables it.
     pub fn softcap(self, softcap: f32) -> Self {
         Self { softcap: Some(softcap), ..self }
     }
@@ -143,7 +143,7 @@ impl Layer {
     }
 
     /// The KV cache is quantized. The float32 tensors `k_scale` and `v_scale` have one element, one
-    /// for each KV head, or one for each element of each KV head, as [`Quantization::scales`] says.
+    /// for each KV head, or one for each channel of each KV head, by [`Quantization::scales`].
     ///
     /// With [`Scales::PerToken`](crate::problem::Scales) they are part of the cache, shaped without
     /// its last dimension: (batch, KV heads, capacity), or (blocks, block size, KV heads). A call

@@ -60,7 +60,7 @@ impl Paged {
         }
     }
 
-    /// One new token of each sequence, whatever `cumulative_sequence_length` says.
+    /// One new token of each sequence; `cumulative_sequence_length` is not read.
     pub const fn decode(sequences: usize, cache: [usize; 3]) -> Self {
         Self { most_tokens: 1, one_each: true, ..Self::new(sequences, sequences, cache) }
     }
@@ -83,23 +83,23 @@ impl Paged {
         Self { packed: true, ..self }
     }
 
-    /// Heads and tokens of the query are `head` and `row` elements apart, multiples of 16 bytes,
-    /// instead of being contiguous. All tokens are in one batch entry, so that `batch` is not used.
+    /// Strides of the query's heads (`head`) and tokens (`row`) in elements, multiples of 16 bytes,
+    /// instead of a contiguous query. `batch` is not used.
     pub const fn query_strides(mut self, strides: RowStrides) -> Self {
         self.strided.query = Some(strides);
         self
     }
 
-    /// Those of key and value are, likewise.
+    /// The same strides of key and value.
     pub const fn key_value_strides(mut self, strides: RowStrides) -> Self {
         (self.strided.key, self.strided.value) = (Some(strides), Some(strides));
         self
     }
 
-    /// `present_key` and `present_value` are strided views, both with these strides, in elements:
-    /// `batch` is the distance from one block to the next. They are multiples of 16 bytes, below
-    /// 2^32 bytes. So the two may be parts of one allocation, and heads or rows may come first
-    /// within a block. Caches with scales per token are contiguous.
+    /// `present_key` and `present_value` are strided views, both with these strides in elements:
+    /// `batch` is the stride of blocks. Strides are multiples of 16 bytes, below 2^32 bytes. So the
+    /// two may be parts of one allocation, and a block may be (row, head) or (head, row). Caches
+    /// with per-token scales must be contiguous.
     pub const fn cache_strides(mut self, strides: RowStrides) -> Self {
         self.strided.pages = Some(strides);
         self
@@ -120,16 +120,15 @@ impl Paged {
     /// The cache already holds the new tokens, at their places in `block_table`: the call has no
     /// tensors `key` and `value`. RoPE applies to queries only.
     ///
-    /// A sequence of a causal call may have fewer keys than tokens then, so that `seqlens_k` is
-    /// less than 0, or with [`total_lengths`](Self::total_lengths) less than its tokens: then that
-    /// many of its first tokens have no visible key. Their output is 0, and their log-sum-exp minus
-    /// infinity.
+    /// A sequence of a causal call may then have fewer keys than tokens: `seqlens_k` is negative,
+    /// or with [`total_lengths`](Self::total_lengths) less than the number of its tokens. Its first
+    /// tokens have no visible key; their output is 0, and their log-sum-exp minus infinity.
     pub const fn appended(self) -> Self {
         Self { appended: true, ..self }
     }
 
     /// `lse`, float32 of shape (heads, tokens), receives natural logarithms of the softmax
-    /// denominators. Prefill rows are gathered for that.
+    /// denominators. On Hopper a prefill first gathers the cache for it.
     pub const fn log_sum_exp(self) -> Self {
         Self { lse: true, ..self }
     }
@@ -151,7 +150,7 @@ impl Layer {
     /// Checks a call over a paged KV cache.
     ///
     /// # Errors
-    /// As [`dense`](Self::dense). Paged calls take no smooth softmax.
+    /// As [`dense`](Self::dense). Smooth softmax is not supported.
     pub fn paged(&self, call: Paged) -> Result<Problem> {
         self.check_paged(&call)?;
         let (pages, rows, longest) = (call.pages(), call.most_rows(), call.most_keys());

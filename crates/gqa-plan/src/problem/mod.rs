@@ -34,12 +34,12 @@ pub enum Alignment {
     End,
 }
 
-/// What a call leaves.
+/// What a call computes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum CallKind {
     /// Attention's outputs and the cache.
     Attention,
-    /// As output, the rotated query.
+    /// RoPE alone: output is the rotated query.
     Rotation,
     /// The cache, with new rows.
     Cache,
@@ -58,7 +58,7 @@ pub enum WriteMode {
     Circular,
 }
 
-/// Where present_key and present_value live.
+/// Memory of present_key and present_value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum CacheBinding {
     /// Present is past: new rows are appended in place, all other rows stay untouched.
@@ -80,7 +80,7 @@ pub enum Layout {
 }
 
 impl Layout {
-    /// Of tensors with that many dimensions.
+    /// The layout of tensors with that many dimensions.
     pub fn of_rank(rank: usize) -> Option<Self> {
         match rank {
             3 => Some(Self::Bsnh),
@@ -114,20 +114,20 @@ pub struct QkNorm {
 /// formats).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Quantization {
-    /// What the quantized values are.
+    /// Format of the quantized values.
     pub format: QuantFormat,
-    /// What each of their scales is for.
+    /// Granularity of the scales.
     pub scales: Scales,
 }
 
 /// The granularity of the scales of a quantized KV cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Scales {
-    /// All of the cache: one element.
+    /// One scale for the cache.
     PerTensor,
-    /// A KV head: (KV heads).
+    /// One scale per KV head: (KV heads).
     PerHead,
-    /// Per channel, an element of a KV head: (KV heads, head_size).
+    /// One scale per channel of each KV head: (KV heads, head_size).
     PerChannel,
     /// Per token and KV head. These scales are part of the cache: tensors of its shape without the
     /// last dimension, which a call that appends rows writes as well.
@@ -159,7 +159,7 @@ impl Quantization {
         }
     }
 
-    /// Quantized values per element of the cache's tensors.
+    /// Quantized values per element of the cache's tensors: 2 for 4-bit values.
     pub fn codes_per_element(self) -> usize {
         if self.format == QuantFormat::Int4 { 2 } else { 1 }
     }
@@ -322,7 +322,7 @@ impl RowStrides {
     }
 }
 
-/// The greatest number of which both strides are multiples; 1 of none.
+/// The greatest common divisor of both strides; 1 if both are 0.
 pub(crate) fn greatest_unit([mut a, mut b]: [u64; 2]) -> u64 {
     while b > 0 {
         (a, b) = (b, a % b);
@@ -333,16 +333,16 @@ pub(crate) fn greatest_unit([mut a, mut b]: [u64; 2]) -> u64 {
 /// Strides of non-contiguous tensors in device memory, such as slices of a larger tensor.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Strided {
-    /// Of query.
+    /// Strides of query.
     pub query: Option<RowStrides>,
-    /// Of key.
+    /// Strides of key.
     pub key: Option<RowStrides>,
-    /// Of value.
+    /// Strides of value.
     pub value: Option<RowStrides>,
-    /// Of output.
+    /// Strides of output.
     pub output: Option<RowStrides>,
-    /// Of `present_key` and of `present_value` over a paged KV cache, in elements of these tensors;
-    /// a batch entry is a block.
+    /// Strides of a paged KV cache, both of `present_key` and of `present_value`, in elements of
+    /// these tensors; a batch entry is a block.
     pub pages: Option<RowStrides>,
 }
 
@@ -371,7 +371,7 @@ impl Deref for Problem {
     }
 }
 
-/// What there is to know of a [`Problem`].
+/// All properties of a [`Problem`].
 #[derive(Clone, Debug, PartialEq)]
 pub struct ProblemFields {
     /// The operator's name.
@@ -406,11 +406,11 @@ pub struct ProblemFields {
     pub past_capacity: usize,
     /// Rows of present_key and present_value; of key and value where the cache is external.
     pub capacity: usize,
-    /// What the rows are.
+    /// Whether the rows are a first prompt, a later chunk or a decode step.
     pub phase: Phase,
     /// Positions of the rows.
     pub alignment: Alignment,
-    /// Where present lives.
+    /// Memory of present_key and present_value.
     pub cache: CacheBinding,
     /// The cache may be shorter than a sequence: it holds the newest rows, `window` of them or
     /// more, from its row 0 on. Otherwise row `j` of a sequence is row `j` of the cache.
@@ -418,7 +418,7 @@ pub struct ProblemFields {
     /// The paged KV cache, if the call has one; then a sequence has up to `q_len` new tokens and
     /// `total_len` in all.
     pub pages: Option<Pages>,
-    /// What the cache holds instead of numbers.
+    /// Quantization of the KV cache, if any.
     pub quantized: Option<Quantization>,
     /// Query, key and value are one tensor, all Q heads, then all K heads, then all V heads.
     pub packed: bool,
@@ -449,7 +449,7 @@ pub struct ProblemFields {
     pub tree_mask: bool,
     /// Score output.
     pub output_qk: QkOutput,
-    /// Whether log-sum-exp is wanted.
+    /// Whether the call outputs the log-sum-exp.
     pub lse: bool,
     /// Of the call's inputs, the launch ahead writes only query, key and value, so that the others
     /// may be read while it still runs.
@@ -634,7 +634,7 @@ impl Problem {
         self.out_dtype == DType::F32 && self.dtype != DType::F32
     }
 
-    /// Whether output is quantized: output_scale times what it holds.
+    /// Whether output is quantized: true output = stored output * output_scale.
     pub fn quantizes_output(&self) -> bool {
         self.computes == CallKind::Attention && self.out_dtype == DType::F8E4M3
     }
@@ -646,7 +646,7 @@ impl Problem {
         [self.batch, self.q_heads, rows, self.head_size].contains(&0) && !copies
     }
 
-    /// What is left of a call without query rows: what becomes of its cache.
+    /// The cache update of a call without query rows.
     ///
     /// # Errors
     /// As [`new`](Self::new).

@@ -5,8 +5,8 @@ use gqa_kernels::prologue::dequantize;
 use gqa_tensor::Result;
 
 impl Problem {
-    /// This call when the new rows are in the cache and every sequence's rows lie side by side:
-    /// attention alone, of (batch, q_len) query rows that are rotated.
+    /// Attention alone, after the new rows were appended and every sequence's rows were gathered
+    /// into contiguous memory: (batch, q_len) rotated query rows.
     ///
     /// # Errors
     /// As [`new`](Self::new).
@@ -25,8 +25,8 @@ impl Problem {
         })
     }
 
-    /// This call when the new rows are in the cache and the its dequantized values in blocks of
-    /// their own, where `paged_dequantize` leaves them.
+    /// Attention alone, after the new rows were appended and `paged_dequantize` wrote the cache's
+    /// dequantized values to blocks in scratch memory.
     ///
     /// # Errors
     /// As [`new`](Self::new).
