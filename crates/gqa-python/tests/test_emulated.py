@@ -145,7 +145,8 @@ class Planned:
         output = tensors["output"].view(rows["query"].shape)
         starts = tensors["cumulative_sequence_length"].tolist()
         if one_each:
-            assert all(b - a == 1 for a, b in itertools.pairwise(starts))
+            # Kernels do not look at them.
+            starts = range(len(starts))
         table = tensors["block_table"].view(-1, columns)
         for b, length in enumerate(tensors["seqlens_k"].tolist()):
             mine = slice(starts[b], starts[b + 1])

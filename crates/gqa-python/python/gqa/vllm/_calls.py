@@ -1,0 +1,215 @@
+"""Calls over vLLM's paged KV cache: prepared once a step, launched by each layer."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Optional
+
+import torch
+from torch import Tensor
+
+from gqa import _cuda, _launch
+from gqa._flash import Scores
+from gqa._launch import Planned, plan
+from gqa._quantized import Cache
+
+# Of scratch memory, if one sequence does not need more.
+MOST_SCRATCH = 256 << 20
+_LEAST_BOUND = 128
+# What each layer has of its own in a plan.
+_OF_LAYER = "query", "output", "present_key", "present_value"
+_OTHERS_OF_LAYER = "k_scale", "v_scale", "head_sink"
+
+
+@dataclass
+class Step:
+    """A step of vLLM's engine: which rows of the query are a sequence's, and where its keys are.
+
+    Lengths are those after the step. The bounds are of the longest sequence's rows and keys.
+    """
+
+    num_actual_tokens: int
+    max_query_len: int
+    max_seq_len: int
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    block_table: Tensor
+    slot_mapping: Tensor
+    causal: bool
+    # On the CPU: where each sequence's rows begin, and bounds of lengths where vLLM says them.
+    starts_on_cpu: Tensor
+    lengths_on_cpu: Optional[Tensor] = None
+    # By their kind.
+    calls: dict[Any, "Call"] = field(default_factory=dict)
+
+
+class Given(NamedTuple):
+    """A layer's tensors. Other layers of its kind have the same ones elsewhere."""
+
+    query: Tensor
+    output: Tensor
+    cache: Cache
+    scores: Scores
+
+
+@dataclass
+class Part:
+    """A plan for some of a step's sequences, and the addresses of its tensors."""
+
+    planned: Planned
+    addresses: list[int]
+    # Places of the layer's in those.
+    of_layer: list[int]
+    others: list[int]
+    # Bytes from the first row of the query and of the output to the part's.
+    query: int
+    output: int
+    workspace: int
+    counters: int
+    # Of the memory of those that no layer has.
+    owners: tuple[Optional[Tensor], ...]
+
+
+class Call:
+    """What a layer of a kind launches in a step, where its query has these strides."""
+
+    __slots__ = "parts", "strides", "place"
+
+    def __init__(self, parts: list[Part], strides: tuple[int, ...], stream: int) -> None:
+        self.parts, self.strides = parts, strides
+        has_scratch = any(part.workspace or part.counters for part in parts)
+        # Where its scratch memory may be used; None if it has none.
+        self.place = place(stream) if has_scratch else None
+
+    def suits(self, query: Tensor, stream: int) -> bool:
+        return query.stride() == self.strides and self.place in (None, place(stream))
+
+    def launch(
+        self, query: int, output: int, pair: tuple[int, int], others: Sequence[int], stream: int
+    ) -> None:
+        """Puts it into the stream, with addresses of a layer's query and output, of its keys and
+        values, and of what else of a layer the plan has."""
+        for part in self.parts:
+            addresses = part.addresses
+            q, out, keys, values = part.of_layer
+            addresses[q], addresses[out] = query + part.query, output + part.output
+            addresses[keys], addresses[values] = pair
+            for where, address in zip(part.others, others):
+                addresses[where] = address
+            part.planned.plan.enqueue(addresses, part.workspace, part.counters, stream)
+
+
+def place(stream: int) -> tuple[int, bool]:
+    """What is allocated in a stream is free behind its work; what is in a graph is the graph's."""
+    return stream, torch.cuda.is_current_stream_capturing()
+
+
+def bound(keys: int) -> int:
+    """So many keys or more, up to 127 or an eighth: steps whose longest sequence grows share a
+    plan."""
+    unit = max(_LEAST_BOUND, 1 << max(keys.bit_length() - 4, 0))
+    return -(-keys // unit) * unit
+
+
+def prepared(step: Step, given: Given, most_scratch: int, stream: int) -> Call:
+    """The call of a step for layers like this one, whose scratch memory is bounded if sequences
+    one by one do not need more. A graph's is not: its next step has other lengths."""
+    sequences = step.seq_lens.shape[0]
+    whole = _Some(0, sequences, 0, step.num_actual_tokens, step.max_query_len, step.max_seq_len)
+    is_captured = torch.cuda.is_current_stream_capturing()
+    part = _part(step, whole, given, stream, None if is_captured else most_scratch)
+    if part is not None:
+        return Call([part], given.query.stride(), stream)
+    parts = (_part(step, some, given, stream) for some in _apart(step, given.cache, most_scratch))
+    return Call([part for part in parts if part is not None], given.query.stride(), stream)
+
+
+class _Some(NamedTuple):
+    """Sequences of a step from a first one to before another, their rows likewise, and bounds."""
+
+    first: int
+    end: int
+    first_row: int
+    end_row: int
+    most: int
+    longest: int
+
+
+def _part(
+    step: Step, some: _Some, given: Given, stream: int, most_scratch: int | None = None
+) -> Part | None:
+    """The plan for some of a step's sequences, unless its scratch memory is too large."""
+    call = _sequences(step, some, given.cache.keys.shape[1])
+    query, output = (x[some.first_row : some.end_row] for x in (given.query, given.output))
+    planned = plan(*_cuda._asked(query, given.cache, None, None, call, given.scores, False))
+    if most_scratch is not None and planned.workspace_bytes > most_scratch:
+        return None
+    k_scale, v_scale = (None, None) if given.cache.scales is None else given.cache.scales[1:]
+    tensors: _launch.Tensors = {
+        "query": query,
+        "output": output,
+        "present_key": given.cache.keys,
+        "present_value": given.cache.values,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+        "head_sink": given.scores.sinks,
+        "seqlens_k": call.lengths,
+        "cumulative_sequence_length": call.starts,
+        "block_table": call.table,
+    }
+    workspace = _launch._workspace(planned, query.device)
+    counters = _launch._counters_of(planned, query.device, stream)
+    names = planned.tensors
+    return Part(
+        planned,
+        addresses(planned, tensors),
+        [names.index(name) for name in _OF_LAYER],
+        [names.index(name) for name in _OTHERS_OF_LAYER if name in names],
+        query.data_ptr() - given.query.data_ptr(),
+        output.data_ptr() - given.output.data_ptr(),
+        _launch._address(workspace),
+        _launch._address(counters),
+        (workspace, counters, call.starts, call.lengths, call.table),
+    )
+
+
+def addresses(planned: Planned, tensors: _launch.Tensors) -> list[int]:
+    """Those of a plan's tensors, in its order."""
+    return [tensors[name].data_ptr() for name in planned.tensors]
+
+
+def _sequences(step: Step, some: _Some, block_size: int) -> _cuda._Sequences:
+    first, end, first_row, end_row, most, longest = some
+    starts, lengths, table = step.query_start_loc, step.seq_lens, step.block_table
+    if end - first < lengths.shape[0]:
+        starts = starts[first : end + 1] - first_row
+        lengths, table = lengths[first:end], table[first:end]
+    starts, lengths, table = map(_cuda._aligned, (starts, lengths, table))
+    longest = min(bound(longest), table.shape[1] * block_size)
+    # Sequences without a row, as a graph's padding has them, have no key either.
+    one_each = most == 1 and end_row - first_row == end - first
+    return _cuda._Sequences(
+        starts, lengths, True, table, block_size, most, longest, has_all_rows=one_each
+    )
+
+
+def _apart(step: Step, cache: Cache, most_scratch: int) -> Iterator[_Some]:
+    """The sequences in parts, whose keys and values in 16 bits have room in scratch memory."""
+    kv_heads, size = cache.keys.shape[2:]
+    most_keys = most_scratch // (4 * kv_heads * size)
+    starts = step.starts_on_cpu.tolist()
+    count = step.seq_lens.shape[0]
+    lengths = [step.max_seq_len] * count
+    if step.lengths_on_cpu is not None:
+        lengths = step.lengths_on_cpu.tolist()
+    first = 0
+    while first < count:
+        end, longest = first + 1, lengths[first]
+        while end < count:
+            longer = max(longest, lengths[end])
+            if bound(longer) * (end + 1 - first) > most_keys:
+                break
+            end, longest = end + 1, longer
+        most = max(starts[i + 1] - starts[i] for i in range(first, end))
+        if most > 0:
+            yield _Some(first, end, starts[first], starts[end], most, longest)
+        first = end
