@@ -343,7 +343,7 @@ class OnEmulatedGpu(unittest.TestCase):
         """Sequences of which all have room for the longest one's keys otherwise."""
         lengths = [(520, 520), (1, 40), (3, 3), (1, 1000), (540, 560), (2, 2)]
         bound = 4 * 2 * 64 * 1024
-        whole, _ = self.run_batch(Batch(lengths, float8=(0.02, 0.03), padding=4))
+        self.run_batch(Batch(lengths, float8=(0.02, 0.03), padding=4))
         self.assertEqual(len(self.made), 1)
         self.assertGreater(self.made[0].workspace_bytes, 4 * bound)
         self.made.clear()
@@ -353,7 +353,8 @@ class OnEmulatedGpu(unittest.TestCase):
         (call,) = step.calls.values()
         self.assertGreater(len(call.parts), 1)
         for part in call.parts:
-            self.assertLess(part.planned.workspace_bytes, bound + (64 << 10))
+            sequences, _, _, _, longest, *_ = part.planned.plan.numbers
+            self.assertTrue(sequences == 1 or 4 * 2 * 64 * sequences * longest <= bound)
 
     def test_profiling_counts_scratch_memory(self):
         empty = torch.empty
