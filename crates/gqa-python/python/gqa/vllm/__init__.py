@@ -1,4 +1,4 @@
-"""An attention backend of vLLM: ``attention_backend="CUSTOM"``, or ``"GQA"`` where a release of vLLM
+"""An attention backend of vLLM: ``attention_backend="CUSTOM"``, or ``"GQA"`` where a release
 lets packages name their own.
 
 vLLM finds :func:`register` by this package's entry point, in each of its processes.
