@@ -220,6 +220,39 @@ def addresses(planned, tensors):
     return [tensors[name].data_ptr() for name in planned.tensors]
 
 
+class Ranks:
+    """Two ranks of vLLM's that share sequences' keys, run one after the other."""
+
+    world_size = 2
+
+    def __init__(self, query, heads):
+        self.query, self.heads, self.rank_in_group = query, heads, 0
+        self.said = []
+
+    def all_gather(self, x, dim):
+        """The queries of both."""
+        assert dim == 1 and x.shape[1] == self.heads
+        return self.query[: len(x)]
+
+    def merged(self, out, lse, group, return_lse):
+        """As a first pass finds what each rank says, and a second one merges it."""
+        assert group is self and return_lse and lse.shape == out.shape[:2]
+        if len(self.said) < 2:
+            self.said.append((out.double(), lse.double()))
+        outs, lses = (torch.stack(x) for x in zip(*self.said))
+        whole = torch.logsumexp(lses, 0)
+        share = (lses - whole).exp().nan_to_num(0.0)
+        out = (outs * share[..., None]).sum(0).to(out.dtype)
+        mine = slice(self.rank_in_group * self.heads, (self.rank_in_group + 1) * self.heads)
+        return out[:, mine], whole[:, mine].float()
+
+    def run(self, made):
+        for _ in range(2):
+            for self.rank_in_group, (impl, arguments) in enumerate(made):
+                impl.forward(*arguments)
+        return [arguments[-1] for _, arguments in made]
+
+
 @unittest.skipIf(torch is None, "no torch")
 class OnEmulatedGpu(unittest.TestCase):
     def setUp(self):
@@ -275,12 +308,12 @@ class OnEmulatedGpu(unittest.TestCase):
         self.assertIs(layer.impl.forward(*arguments), output)
         return query, output
 
-    def check(self, layer, query, output, padded=False):
-        first = 0
+    def check(self, layer, query, output, padded=False, tolerance=TOLERANCE):
+        first, by = 0, {"atol": tolerance, "rtol": tolerance}
         for i, (rows, _) in enumerate(layer.batch.lengths):
             mine = slice(first, first + rows)
             wanted = layer.expected(i, query[mine])
-            np.testing.assert_allclose(output[mine].float(), wanted, atol=TOLERANCE, rtol=TOLERANCE)
+            np.testing.assert_allclose(output[mine].float(), wanted, **by)
             first += rows
         if not padded:
             self.assertTrue((output[first:] == 7).all())
@@ -498,6 +531,67 @@ class OnEmulatedGpu(unittest.TestCase):
             query, output = self.query(layer, rows), torch.zeros(rows, 8, 64).bfloat16()
             layer.impl.forward(layer, query, None, None, layer.kv_cache, step, output)
             self.check(layer, query, output)
+
+    def test_decode_context_parallelism(self):
+        """Two ranks: each has every second unit of four keys, and half of the heads."""
+        for lengths in ([(1, 50), (1, 3)], [(9, 50), (1, 20), (5, 5)], [(7, 7), (2, 2)]):
+            for float8 in (None, (0.02, 0.03)):
+                with self.subTest(lengths=lengths, float8=float8):
+                    self.check_ranks(Batch(lengths, kv_heads=1, float8=float8, padding=3))
+
+    def check_ranks(self, batch):
+        whole = self.layer(batch)
+        keys, values, _ = whole.new()
+        query = self.query(whole, len(keys))
+        ranks = Ranks(query, batch.heads // 2)
+
+        def rank(number):
+            named = {"kv_cache_dtype": "fp8"} if batch.float8 else {}
+            impl = self.module.Impl(batch.heads // 2, 64, 64**-0.5, batch.kv_heads, **named)
+            config = types.SimpleNamespace(
+                parallel_config=types.SimpleNamespace(cp_kv_cache_interleave_size=4),
+                scheduler_config=types.SimpleNamespace(max_num_seqs=8),
+            )
+            builder = self.module.MetadataBuilder(None, [], config, torch.device("cpu"))
+            cache = torch.zeros_like(whole.kv_cache, memory_format=torch.preserve_format)
+            with mock.patch.multiple(whole, impl=impl, kv_cache=cache):
+                for i, (rows, n) in enumerate(batch.lengths):
+                    own = torch.arange(n - rows)
+                    own = own[own // 4 % 2 == number]
+                    slots = whole.slots(whole.table[i], 0, len(own))
+                    whole.write(whole.keys[i][own], whole.values[i][own], slots)
+            step = builder.build(0, metadata(batch, whole.table))
+            output = torch.full((len(keys), batch.heads // 2, 64), 7.0).bfloat16()
+            mine = query[:, number * batch.heads // 2 :][:, : batch.heads // 2]
+            return impl, (whole, mine, keys, values, cache, step, output)
+
+        with mock.patch.multiple(vllm, GROUP=ranks, COMBINE=ranks.merged):
+            made = []
+            for ranks.rank_in_group in (0, 1):
+                made.append(rank(ranks.rank_in_group))
+            outputs = ranks.run(made)
+        tokens = sum(rows for rows, _ in batch.lengths)
+        self.assertTrue(all((x[tokens:] == 7).all() for x in outputs))
+        # What is new is not quantized where it is attended to.
+        tolerance = TOLERANCE if batch.float8 is None else 0.1
+        self.check(whole, query, torch.cat(outputs, 1), padded=True, tolerance=tolerance)
+
+    def test_what_decode_context_parallelism_has_not(self):
+        ranks = Ranks(torch.zeros(1, 8, 64), 4)
+        with mock.patch.object(vllm, "GROUP", ranks):
+            support = self.module.MetadataBuilder.get_cudagraph_support
+            compilation = types.SimpleNamespace(static_forward_context={})
+            config = types.SimpleNamespace(compilation_config=compilation)
+            wanted = vllm.AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+            self.assertEqual(support(config, None), wanted)
+            for named in (
+                {"sinks": torch.zeros(8)},
+                {"sliding_window": 9},
+                {"alibi_slopes": [0.1] * 8},
+                {"attn_type": "encoder_only"},
+            ):
+                with self.assertRaisesRegex(ValueError, f"{next(iter(named))}: got"):
+                    self.module.Impl(8, 64, 0.1, 2, **named)
 
     def test_queries_that_kernels_do_not_read(self):
         batch = Batch([(1, 50), (20, 20)])

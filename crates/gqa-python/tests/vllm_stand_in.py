@@ -11,6 +11,9 @@ from unittest import mock
 import torch
 
 LAYOUT = "NHD"
+# Of ranks that share a sequence's keys; None where nothing is distributed.
+GROUP = None
+COMBINE = None
 CONFIG = None
 _M = TypeVar("_M")
 
@@ -107,12 +110,25 @@ def reshape_and_cache_flash(key, value, key_cache, value_cache, slots, dtype, k_
             cache[slot // size, slot % size] = stored
 
 
+def get_dcp_group():
+    assert GROUP is not None
+    return GROUP
+
+
+def get_dcp_local_seq_lens(lengths, ranks, rank, unit):
+    """How many of so many keys a rank has, which take turns by units of them."""
+    turns, rest = lengths // (ranks * unit), lengths % (ranks * unit)
+    return turns * unit + (rest - rank * unit).clamp(0, unit)
+
+
 def installed(version="0.26.0", backends=Backends):
     """While it lasts, `import vllm` finds this."""
     modules = {
         "vllm": {"__version__": version},
         "vllm._custom_ops": {"reshape_and_cache_flash": reshape_and_cache_flash},
         "vllm.config": {"get_current_vllm_config_or_none": lambda: CONFIG},
+        "vllm.distributed": {},
+        "vllm.distributed.parallel_state": {"get_dcp_group": get_dcp_group},
         "vllm.v1": {},
         "vllm.v1.attention": {},
         "vllm.v1.attention.backend": {
@@ -127,7 +143,14 @@ def installed(version="0.26.0", backends=Backends):
             "AttentionBackendEnum": backends,
             "register_backend": lambda member, path: OVERRIDES.setdefault(member, path),
         },
-        "vllm.v1.attention.backends.utils": {"get_kv_cache_layout": lambda: LAYOUT},
+        "vllm.v1.attention.backends.utils": {
+            "get_dcp_local_seq_lens": get_dcp_local_seq_lens,
+            "get_kv_cache_layout": lambda: LAYOUT,
+        },
+        "vllm.v1.attention.ops": {},
+        "vllm.v1.attention.ops.common": {
+            "cp_lse_ag_out_rs": lambda *given, **named: COMBINE(*given, **named)
+        },
     }
     made = {name: types.ModuleType(name) for name in modules}
     for name, contents in modules.items():

@@ -25,6 +25,7 @@ from gqa import _cuda, _launch, _quantized, flash_attn_varlen_func
 from gqa._errors import invalid
 from gqa._flash import Scores
 from gqa._quantized import Cache
+from gqa.vllm import _context
 from gqa.vllm._calls import MOST_SCRATCH, Call, Given, Step, bound, prepared
 
 _FLOAT8 = ("fp8", "fp8_e4m3")
@@ -124,6 +125,7 @@ class MetadataBuilder(AttentionMetadataBuilder):
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._past = _context.Lengths(vllm_config, device)
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
@@ -134,6 +136,8 @@ class MetadataBuilder(AttentionMetadataBuilder):
         ours = [x.impl for x in layers if isinstance(getattr(x, "impl", None), Impl)]
         if any(impl.gathers for impl in ours):
             return AttentionCGSupport.NEVER
+        if _context.group() is not None:
+            return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
         if any(impl.is_float8 for impl in ours):
             return AttentionCGSupport.UNIFORM_BATCH
         return AttentionCGSupport.ALWAYS
@@ -144,7 +148,7 @@ class MetadataBuilder(AttentionMetadataBuilder):
         given = common_attn_metadata
         if not isinstance(given.causal, bool):
             raise invalid("causal", "a tensor", "True or False, for all sequences")
-        return Step(
+        step = Step(
             given.num_actual_tokens,
             given.max_query_len,
             given.max_seq_len,
@@ -156,6 +160,8 @@ class MetadataBuilder(AttentionMetadataBuilder):
             given.query_start_loc_cpu,
             given.seq_lens_cpu_upper_bound,
         )
+        step.past = self._past.of(step)
+        return step
 
     def update_block_table(self, metadata: Step, blk_table: Tensor, slot_mapping: Tensor) -> Step:
         # Also with what vLLM's subclasses of this class have set.
@@ -167,7 +173,7 @@ class MetadataBuilder(AttentionMetadataBuilder):
 class Impl(AttentionImpl):
     """The attention of a layer."""
 
-    supports_dcp: bool = False
+    can_return_lse_for_decode: bool = True
 
     def __init__(
         self,
@@ -197,6 +203,12 @@ class Impl(AttentionImpl):
         self.window = -1, -1
         if sliding_window is not None:
             self.window = sliding_window - 1, sliding_window - 1 if self.encodes else 0
+        self._combine: Any = None
+        if _context.group() is not None:
+            self._check_apart()
+            self._combine = _context.combiner()
+        # Kernels read blocks, and write the output.
+        self._is_plain = not (self.encodes or self.gathers or self._combine)
         self._most_scratch = _most_scratch(num_kv_heads, head_size)
         self._scores: Optional[Scores] = None
         # Of the KV cache, and what has the same plans.
@@ -227,12 +239,9 @@ class Impl(AttentionImpl):
         if attn_metadata is None:
             return self._profiled(output)
         step = attn_metadata
-        if self.encodes or self.gathers or not step.causal:
+        if not (self._is_plain and step.causal):
             n = step.num_actual_tokens
-            if self.encodes:
-                output[:n] = self._encoded(step, query[:n], key[:n], value[:n])
-            else:
-                output[:n] = self._gathered(layer, step, query[:n], kv_cache)
+            output[:n] = self._otherwise(layer, step, (query[:n], key, value), kv_cache)
             return output
         halves = _halves(kv_cache, self.head_size)
         if halves.layout is not self._layout:
@@ -311,36 +320,46 @@ class Impl(AttentionImpl):
         scales = layer._k_scale, layer._v_scale
         return _quantized.scaled(Cache(keys, values), self.head_size, scales)
 
-    def _encoded(self, step: Step, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attention of sequences to themselves, without a KV cache."""
+    def _otherwise(
+        self, layer: Any, step: Step, new: tuple[Tensor, Tensor, Tensor], kv_cache: Tensor
+    ) -> Tensor:
+        """Attention by gqa's functions."""
+        query, key, value = new
+        n, named = query.shape[0], self._named(query)
         starts, most = step.query_start_loc, step.max_query_len
-        where = starts, starts, most, most
-        out: Tensor = flash_attn_varlen_func(query, key, value, *where, **self._named(query))
+        if self.encodes:
+            where: tuple[Any, ...] = starts, starts, most, most
+            out: Tensor = flash_attn_varlen_func(query, key[:n], value[:n], *where, **named)
+            return out
+        pair = self._cache(layer, _halves(kv_cache, self.head_size)).pair()
+        scales: dict[str, Any] = {}
+        if self.is_float8:
+            scales = {"k_descale": layer._k_scale, "v_descale": layer._v_scale}
+        if self._combine:
+            new = query, key[:n], value[:n]
+            return _context.attention(step, new, pair, named, scales, self._combine)
+        named |= {"block_table": step.block_table, "seqused_k": step.seq_lens, **scales}
+        where = starts, None, most, step.max_seq_len
+        out = flash_attn_varlen_func(query, *pair, *where, causal=step.causal, **named)
         return out
 
-    def _gathered(self, layer: Any, step: Step, query: Tensor, kv_cache: Tensor) -> Tensor:
-        """Attention to the KV cache by gqa's functions."""
-        cache = self._cache(layer, _halves(kv_cache, self.head_size))
-        named = self._named(query)
-        if self.is_float8:
-            named |= {"k_descale": layer._k_scale, "v_descale": layer._v_scale}
-        where = step.query_start_loc, None, step.max_query_len, step.max_seq_len
-        out: Tensor = flash_attn_varlen_func(
-            query,
-            *cache.pair(),
-            *where,
-            causal=step.causal,
-            block_table=step.block_table,
-            seqused_k=step.seq_lens,
-            **named,
-        )
-        return out
+    def _check_apart(self) -> None:
+        """Errs where keys are apart that have to be told from each other."""
+        found: dict[str, Any] = {"sinks": self.sinks, "alibi_slopes": self.slopes}
+        if self.window != (-1, -1):
+            found["sliding_window"] = self.window
+        for name, given in found.items():
+            if given is not None:
+                raise invalid(name, "a value", "None with decode context parallelism")
+        if self.attn_type != AttentionType.DECODER:
+            raise invalid("attn_type", self.attn_type, "decoder with decode context parallelism")
 
     def _named(self, query: Tensor) -> dict[str, Any]:
         if self.slopes is not None:
             self.slopes = self.slopes.to(query.device)
-        named = {"softmax_scale": self.scale, "softcap": self.softcap, "window_size": self.window}
-        return {**named, "alibi_slopes": self.slopes, "s_aux": self.sinks}
+        numbers = {"softmax_scale": self.scale, "softcap": self.softcap}
+        tensors = {"alibi_slopes": self.slopes, "s_aux": self.sinks}
+        return {**numbers, **tensors, "window_size": self.window}
 
 
 # Shape, strides and type of a KV cache; one object for all that are alike.

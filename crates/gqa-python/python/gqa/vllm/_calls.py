@@ -38,8 +38,17 @@ class Step:
     # On the CPU: where each sequence's rows begin, and bounds of lengths where vLLM says them.
     starts_on_cpu: Tensor
     lengths_on_cpu: Optional[Tensor] = None
+    # With decode context parallelism, where sequences have keys of steps before.
+    past: Optional["Past"] = None
     # By their kind.
     calls: dict[Any, "Call"] = field(default_factory=dict)
+
+
+class Past(NamedTuple):
+    """How many keys of steps before a rank has of each sequence, and a bound of that."""
+
+    lengths: Tensor
+    longest: int
 
 
 class Given(NamedTuple):
