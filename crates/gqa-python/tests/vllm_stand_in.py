@@ -8,7 +8,7 @@ import types
 from typing import Generic, NamedTuple, TypeVar
 from unittest import mock
 
-import torch
+from libraries import torch
 
 LAYOUT = "NHD"
 # Of ranks that share a sequence's keys; None where nothing is distributed.
