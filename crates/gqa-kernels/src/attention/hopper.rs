@@ -176,7 +176,7 @@ impl<
             return;
         }
         if thread_idx() < WARPGROUP {
-            // The warps that load a mask or number work tiles need more registers. Larger heads leave
+            // The warps that load a mask or number parts need more registers. Larger heads leave
             // none.
             if M > 0 || pointers.parts.is_some() && D <= 128 {
                 registers_lower::<56>()

@@ -102,8 +102,8 @@ impl Choice {
         self.family.launches(&self.kernel, job)
     }
 
-    /// Whether its one launch divides the work of all sequences of a paged call among the SMs, short
-    /// and long ones alike.
+    /// Whether its one launch divides the work of all sequences of a paged call among the SMs,
+    /// short and long ones alike.
     pub(super) fn divides_work(&self) -> bool {
         self.family.is_paged() && self.kernel.entry.role == Role::SplitAttention
     }

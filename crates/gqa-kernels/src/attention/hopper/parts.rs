@@ -1,7 +1,7 @@
-//! Parts of work tiles over a paged KV cache: where a work tile has more than its share of the keys,
-//! several CTAs attend to a part of them each, and leave their results in f32. The warp that comes
-//! last merges those of its rows, in the order of the parts, so that results do not depend on who
-//! comes when.
+//! Parts of work tiles over a paged KV cache: where a work tile has more than its share of the
+//! keys, several CTAs attend to a part of them each, and leave their results in f32. The warp that
+//! comes last merges those of its rows, in the order of the parts, so that results do not depend on
+//! who comes when.
 
 use super::shape::{Tile, WARPGROUP};
 use crate::concept::softmax::SoftmaxState;

@@ -6,8 +6,9 @@
 //! are split into parts, each a work tile, about half a share long: so no CTA is busy with a long
 //! sequence while the others have nothing left. The lengths on the device decide.
 //!
-//! **Windows**: one warp counts the work tiles of 32 neighbouring sequences at a time, one per lane.
-//! The window stays in shared memory, to save registers, until a work tile outside of it is needed.
+//! **Windows**: one warp counts the work tiles of 32 neighbouring sequences at a time, one per
+//! lane. The window stays in shared memory, to save registers, until a work tile outside of it is
+//! needed.
 
 use super::packing::Packing;
 use super::parts::Part;
