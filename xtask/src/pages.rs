@@ -164,7 +164,11 @@ pub fn candle() -> Result<()> {
             let Some((cargo, options)) = command.split_once(" --example smollm2 -- ") else {
                 continue;
             };
-            ensure!(cargo.contains("cargo run --release"), "{}: {cargo}", block.place());
+            // Flags for the compiler may stand before it.
+            let flags =
+                cargo.split_once("\" ").filter(|(flags, _)| flags.starts_with("RUSTFLAGS=\""));
+            let cargo = flags.map_or(cargo, |(_, cargo)| cargo);
+            ensure!(cargo.starts_with("cargo run --release"), "{}: {cargo}", block.place());
             let line = format!("'{}' {options} --help > /dev/null", example.display());
             let status = Command::new("bash").args(["-c", &line]).status()?;
             ensure!(status.success(), "{}: {command}", block.place());

@@ -169,8 +169,8 @@ impl Alibi {
     }
 }
 
-/// Whether row `row`, with that word, sees each key, of which the last ones are those of the rows:
-/// a row before all keys sees none.
+/// For each key, whether row `row` of a tree attends to it: `word` is the row's element of the
+/// mask, and the last `rows` keys are those of the rows. A row before all keys attends to none.
 fn sees(word: i64, row: usize, rows: usize, keys: usize) -> impl Iterator<Item = bool> {
     let has_key = row + keys >= rows;
     (0..keys).map(move |key| {

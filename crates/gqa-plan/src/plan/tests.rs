@@ -1509,8 +1509,16 @@ fn a_long_sequence_beside_a_prompt_is_split() {
     let plan = plan(&beside(1, 32_768), &device("h200"), &off).unwrap();
     let p: &PagedHopperParams = bytemuck::from_bytes(&plan.launches[1].params);
     assert_eq!((p.tile_heads, p.shares, p.shortest), (4, 132, 4));
-    // Scratch memory is bounded by the SMs, however long sequences may be.
+    // Scratch memory is bounded by the SMs, however long sequences may be, and holds what the
+    // device may find: cumulative lengths that give every sequence as many tokens as the longest.
     assert_eq!(p.parts, 6 * 132);
+    let parts = |tokens: usize| {
+        let p = with(over_blocks(2, 20, 4096), |p| (p.q_heads, p.kv_heads) = (8, 1));
+        let p = with_pages(p, |pages| Pages { tokens, ..pages });
+        bytemuck::from_bytes::<PagedHopperParams>(&planned(&p, 1).1).parts
+    };
+    // Two row tiles of 16 tokens for each, in parts of four of 34 key tiles.
+    assert_eq!([21, 40].map(parts), [4 * 9; 2]);
     let workspace = plan.workspace_bytes;
     assert!((50 << 20..54 << 20).contains(&workspace), "{workspace} bytes");
 }

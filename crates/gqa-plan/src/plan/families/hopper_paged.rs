@@ -124,9 +124,10 @@ fn split(call: &Call<'_>, entry: &'static Entry) -> Option<Kernel> {
 struct Division {
     /// Query heads of a row tile.
     tile_heads: usize,
-    /// Row tiles of all sequences and heads, at most.
-    row_tiles: usize,
-    /// Key tiles of the longest one.
+    /// Row tiles of all sequences and heads, and key tiles of one, at most: whatever lengths the
+    /// device finds, kernels clamp them to these.
+    most: [usize; 2],
+    /// Key tiles of the longest row tile, if the lengths are as the call says.
     longest: usize,
     /// Key tiles of an SM's share of all work, if prompts have no keys before them.
     share: usize,
@@ -143,15 +144,19 @@ impl Division {
         let tokens = kernels::packed_tokens(tile_heads as u32, entry.rows) as usize;
         let groups = p.q_heads / tile_heads;
         let (keys, multiprocessors) = (entry.keys as usize, device.multiprocessors as usize);
-        let window = |window: usize| p.total_len.min(window.saturating_add(tokens));
-        let seen = p.window.map_or(p.total_len, window);
+        let within =
+            |len: usize| p.window.map_or(len, |window| len.min(window.saturating_add(tokens)));
+        let key_tiles = |len: usize| within(len).div_ceil(keys) + 1;
         // Prompts see half of their own tokens in the mean.
         let own = p.q_len / (2 * keys) + 1;
         let full_tiles = (pages.tokens / tokens).saturating_mul(groups);
         Self {
             tile_heads,
-            row_tiles: (pages.tokens / tokens + p.batch).saturating_mul(groups),
-            longest: seen.div_ceil(keys) + 1,
+            most: [
+                p.batch.saturating_mul(p.q_len.div_ceil(tokens)).saturating_mul(groups),
+                key_tiles(p.capacity),
+            ],
+            longest: key_tiles(p.total_len),
             share: full_tiles.saturating_mul(own) / multiprocessors.max(1),
             shortest: shortest_part(entry),
             steps: (p.batch - long_sequences(p, pages)) * p.kv_heads,
@@ -170,10 +175,11 @@ impl Division {
     /// Parts of split row tiles, at most. A row tile is split into parts of half a share, and all
     /// row tiles of a sequence have at most twice the keys of their mean: six for each share.
     fn parts(&self) -> usize {
-        if self.longest <= self.shortest {
+        let [row_tiles, key_tiles] = self.most;
+        if key_tiles <= self.shortest {
             return 0;
         }
-        let parts = self.row_tiles.saturating_mul(self.longest.div_ceil(self.shortest));
+        let parts = row_tiles.saturating_mul(key_tiles.div_ceil(self.shortest));
         parts.min(6 * self.multiprocessors)
     }
 }
