@@ -9,7 +9,7 @@ use std::path::PathBuf;
 
 /// More copies to uniform registers in a loop than this are descriptors of products that should
 /// already be in uniform registers (`docs/results/2026-11-27-h100-float8`).
-const MOST_COPIES: usize = 12;
+const MOST_COPIES: usize = 9;
 
 /// Entries, without their element type, that wait for the output behind at least this many
 /// exponentials (`docs/results/2026-11-28-h100-late-wait`).

@@ -166,7 +166,8 @@ impl<
             init_barriers::<T, Self>(base, pointers.mask, pointers.pages);
         }
         fill_ones::<T, Self>(base);
-        if let (Some(pages), Some(_)) = (pointers.pages, pointers.parts) {
+        let splits = pointers.pages.is_some_and(|pages| pages.parts.is_some());
+        if let Some(pages) = pointers.pages.filter(|_| splits) {
             clear_empty_rows::<Self>(base, pages.packing);
         }
         sync_threads();
@@ -178,7 +179,7 @@ impl<
         if thread_idx() < WARPGROUP {
             // The warps that load a mask or number parts need more registers. Larger heads leave
             // none.
-            if M > 0 || pointers.parts.is_some() && D <= 128 {
+            if M > 0 || splits && D <= 128 {
                 registers_lower::<56>()
             } else if CODES || G == 2 {
                 registers_lower::<40>()
@@ -214,7 +215,7 @@ impl<
                 }
             }
         } else {
-            if M > 0 || pointers.parts.is_some() && D <= 128 {
+            if M > 0 || splits && D <= 128 {
                 registers_raise::<224>()
             } else if CODES {
                 registers_raise::<216>()
@@ -247,17 +248,9 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
         p: HopperParams,
     ) {
         let HopperParams { attention, rotary } = p;
-        let rotation = Some(Rotation { cos, sin, params: rotary, packing: Packing::ONE_HEAD });
+        let rotation = Some(Rotation { cos, sin, params: rotary });
         let to = Destination { out, quantized: None, partial_out: lse, lse };
-        let pointers = Pointers {
-            mask: None,
-            rotation,
-            pages: None,
-            parts: None,
-            scales: None,
-            head_sink,
-            to,
-        };
+        let pointers = Pointers { mask: None, rotation, pages: None, scales: None, head_sink, to };
         Self::attend::<T, T, ()>([q, k, v], seqlens_k, pointers, counter, &attention, (), |_| ());
     }
 
@@ -278,18 +271,10 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
         p: HopperParams,
     ) {
         let HopperParams { attention, rotary } = p;
-        let rotation = Some(Rotation { cos, sin, params: rotary, packing: Packing::ONE_HEAD });
+        let rotation = Some(Rotation { cos, sin, params: rotary });
         let quantized = Some(Quantized { out, scale: out_scale });
         let to = Destination { out: Global::null(), quantized, partial_out: lse, lse };
-        let pointers = Pointers {
-            mask: None,
-            rotation,
-            pages: None,
-            parts: None,
-            scales: None,
-            head_sink,
-            to,
-        };
+        let pointers = Pointers { mask: None, rotation, pages: None, scales: None, head_sink, to };
         Self::attend::<T, T, ()>([q, k, v], seqlens_k, pointers, counter, &attention, (), |_| ());
     }
 
@@ -313,8 +298,7 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
         p: PagedHopperParams,
     ) {
         let pages = Pages::new(starts, past_seqlens, block_table, &p);
-        let tables = [cos, sin];
-        Self::attend_paged([q, k, v], tables, pages, None, head_sink, out, counter, &p);
+        Self::attend_paged([q, k, v], [cos, sin], pages, head_sink, out, counter, &p);
     }
 
     /// `run_paged` for calls with few rows or long sequences among short ones: the query heads of a
@@ -337,11 +321,10 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
         part_states: Global<[f32; 2]>,
         p: PagedHopperParams,
     ) {
-        let pages = Pages::new(starts, past_seqlens, block_table, &p).packed(&p);
         let arrivals = counter.offset(1);
-        let parts = Some(Parts { columns: part_columns, states: part_states, arrivals });
-        let tables = [cos, sin];
-        Self::attend_paged([q, k, v], tables, pages, parts, head_sink, out, counter, &p);
+        let parts = Parts { columns: part_columns, states: part_states, arrivals };
+        let pages = Pages::new(starts, past_seqlens, block_table, &p).split(parts, &p);
+        Self::attend_paged([q, k, v], [cos, sin], pages, head_sink, out, counter, &p);
     }
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
@@ -349,20 +332,18 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
         maps: [TensorMap; 3],
         [cos, sin]: [Global<T>; 2],
         pages: Pages,
-        parts: Option<Parts>,
         head_sink: Global<T>,
         out: Global<T>,
         counter: Global<u32>,
         p: &PagedHopperParams,
     ) {
         const { assert!(N.is_power_of_two() && N <= 64 * LEAST_BOX) }
-        let packing = pages.packing;
-        let rotation = Some(Rotation { cos, sin, params: p.hopper.rotary, packing });
+        let rotation = Some(Rotation { cos, sin, params: p.hopper.rotary });
         let to =
             Destination { out, quantized: None, partial_out: Global::null(), lse: Global::null() };
         let lengths = pages.sequences.past_seqlens;
         let pages = Some(pages);
-        let pointers = Pointers { mask: None, rotation, pages, parts, scales: None, head_sink, to };
+        let pointers = Pointers { mask: None, rotation, pages, scales: None, head_sink, to };
         Self::attend::<T, T, ()>(maps, lengths, pointers, counter, &p.hopper.attention, (), |_| ());
     }
 }
@@ -391,15 +372,7 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
         let scales = Some(Float8Scales { row_factors, v_scale, per });
         let to =
             Destination { out, quantized: None, partial_out: Global::null(), lse: Global::null() };
-        let pointers = Pointers {
-            mask: None,
-            rotation: None,
-            pages: None,
-            parts: None,
-            scales,
-            head_sink,
-            to,
-        };
+        let pointers = Pointers { mask: None, rotation: None, pages: None, scales, head_sink, to };
         Self::attend::<T, Float8, ()>(
             [q, k, v],
             seqlens_k,
@@ -434,19 +407,11 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
         p: QuantizedHopperParams,
     ) {
         let HopperParams { attention, rotary } = p.hopper;
-        let rotation = Some(Rotation { cos, sin, params: rotary, packing: Packing::ONE_HEAD });
+        let rotation = Some(Rotation { cos, sin, params: rotary });
         let to = Destination { out, quantized: None, partial_out: lse, lse };
         let per = ScalesPer::new(p.scales);
         let scales = Scales::new(k_scale, v_scale, per);
-        let pointers = Pointers {
-            mask: None,
-            rotation,
-            pages: None,
-            parts: None,
-            scales: None,
-            head_sink,
-            to,
-        };
+        let pointers = Pointers { mask: None, rotation, pages: None, scales: None, head_sink, to };
         Self::attend_quantized::<T, FLOAT8_KEYS>(
             [q, k, v],
             (seqlens_k, counter),
@@ -477,15 +442,13 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
         p: QuantizedPagedHopperParams,
     ) {
         const { assert!(N.is_power_of_two() && N <= 64 * LEAST_BOX) }
-        let rotation =
-            Some(Rotation { cos, sin, params: p.paged.hopper.rotary, packing: Packing::ONE_HEAD });
+        let rotation = Some(Rotation { cos, sin, params: p.paged.hopper.rotary });
         let to =
             Destination { out, quantized: None, partial_out: Global::null(), lse: Global::null() };
         let pages = Some(Pages::new(starts, past_seqlens, block_table, &p.paged));
         let per = ScalesPer::new(p.scales);
         let scales = Scales::new(k_scale, v_scale, per);
-        let pointers =
-            Pointers { mask: None, rotation, pages, parts: None, scales: None, head_sink, to };
+        let pointers = Pointers { mask: None, rotation, pages, scales: None, head_sink, to };
         Self::attend_quantized::<T, FLOAT8_KEYS>(
             [q, k, v],
             (past_seqlens, counter),
@@ -533,15 +496,8 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
         p: AttentionParams,
     ) {
         let to = Destination { out, quantized: None, partial_out: lse, lse };
-        let pointers = Pointers {
-            mask: None,
-            rotation: None,
-            pages: None,
-            parts: None,
-            scales: None,
-            head_sink,
-            to,
-        };
+        let pointers =
+            Pointers { mask: None, rotation: None, pages: None, scales: None, head_sink, to };
         Self::attend::<T, T, ()>([q, k, v], seqlens_k, pointers, counter, &p, (), |_| ());
     }
 }
@@ -564,15 +520,8 @@ impl<const D: u32, const N: u32, const G: u32, const C: usize, const W: usize, c
         p: AttentionParams,
     ) {
         let to = Destination { out, quantized: None, partial_out, lse: partial_lse };
-        let pointers = Pointers {
-            mask: None,
-            rotation: None,
-            pages: None,
-            parts: None,
-            scales: None,
-            head_sink,
-            to,
-        };
+        let pointers =
+            Pointers { mask: None, rotation: None, pages: None, scales: None, head_sink, to };
         Self::attend::<T, T, ()>([q, k, v], seqlens_k, pointers, counter, &p, (), |_| ());
     }
 }
@@ -597,15 +546,7 @@ impl<const D: u32, const N: u32, const G: u32, const C: usize, const W: usize, c
     ) {
         let mask = Some(Mask::new(tiles, bias, &p));
         let to = Destination { out, quantized: None, partial_out: lse, lse };
-        let pointers = Pointers {
-            mask,
-            rotation: None,
-            pages: None,
-            parts: None,
-            scales: None,
-            head_sink,
-            to,
-        };
+        let pointers = Pointers { mask, rotation: None, pages: None, scales: None, head_sink, to };
         Self::attend::<T, T, ()>([q, k, v], seqlens_k, pointers, counter, &p.attention, (), |_| ());
     }
 }

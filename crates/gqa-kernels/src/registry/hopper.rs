@@ -90,51 +90,40 @@ hopper_out8_kernels! {
 
 /// Rows of the kernels for paged KV caches, for both 16-bit types: `F16 NAME, BF16 NAME => SHAPE`.
 macro_rules! hopper_paged_kernels {
-    ($($f16:ident, $bf16:ident => $shape:ty;)*) => {
-        hopper_paged_kernels!(@rows $($f16: f16 => $shape; $bf16: bf16 => $shape;)*);
+    ($table:ident, $role:ident, $run:ident, $args:tt, { $($f16:ident, $bf16:ident => $shape:ty;)* }) => {
+        hopper_paged_kernels!(@rows $table, $role, $run, $args, { $($f16: f16 => $shape; $bf16: bf16 => $shape;)* });
     };
-    (@rows $($name:ident: $t:ident => $shape:ty;)*) => {
-        kernels!(HOPPER_PAGED, HopperPaged: Attention, "family-hopper-paged",
-            ([q 0, k 1, v 2] cos: T, sin: T, starts: i32, past_seqlens: i32, block_table: i32, head_sink: T, out: T, counter: u32;
-             p: PagedHopperParams), { $(
-            $name => <$shape>::run_paged, T = $t, {
-                head_size: <$shape>::HEAD_SIZE, rows: <$shape>::ROWS, keys: <$shape>::KEYS, threads: <$shape>::THREADS,
-                min_blocks: 1, shared: <$shape>::PAGED_SHARED_BYTES, hot: true, min_sm: <$shape>::MIN_SM, communicates: true };
+    (@rows $table:ident, $role:ident, $run:ident, $args:tt, { $($name:ident: $t:ident => $shape:ty;)* }) => {
+        kernels!($table, HopperPaged: $role, "family-hopper-paged", $args, { $(
+            $name => <$shape>::$run, T = $t, {
+                head_size: <$shape>::HEAD_SIZE, rows: <$shape>::ROWS, keys: <$shape>::KEYS,
+                threads: <$shape>::THREADS, min_blocks: 1, shared: <$shape>::PAGED_SHARED_BYTES,
+                hot: true, min_sm: <$shape>::MIN_SM, communicates: true };
         )* });
     };
 }
 
-hopper_paged_kernels! {
+hopper_paged_kernels!(HOPPER_PAGED, Attention, run_paged,
+    ([q 0, k 1, v 2] cos: T, sin: T, starts: i32, past_seqlens: i32, block_table: i32,
+     head_sink: T, out: T, counter: u32; p: PagedHopperParams), {
     gqa_hopper_paged_f16_d64, gqa_hopper_paged_bf16_d64 => hopper::D64Short;
     gqa_hopper_paged_f16_d96, gqa_hopper_paged_bf16_d96 => hopper::D96Short;
     gqa_hopper_paged_f16_d128, gqa_hopper_paged_bf16_d128 => hopper::D128<false>;
     gqa_hopper_paged_f16_d192, gqa_hopper_paged_bf16_d192 => hopper::D192<false>;
     gqa_hopper_paged_f16_d256, gqa_hopper_paged_bf16_d256 => hopper::D256<false>;
-}
+});
 
-/// The same with heads that share row tiles, and parts of long ones.
-macro_rules! hopper_paged_split_kernels {
-    ($($f16:ident, $bf16:ident => $shape:ty;)*) => {
-        hopper_paged_split_kernels!(@rows $($f16: f16 => $shape; $bf16: bf16 => $shape;)*);
-    };
-    (@rows $($name:ident: $t:ident => $shape:ty;)*) => {
-        kernels!(HOPPER_PAGED_SPLIT, HopperPaged: SplitAttention, "family-hopper-paged",
-            ([q 0, k 1, v 2] cos: T, sin: T, starts: i32, past_seqlens: i32, block_table: i32, head_sink: T, out: T, counter: u32,
-             part_columns: f32, part_states: [f32; 2]; p: PagedHopperParams), { $(
-            $name => <$shape>::run_paged_split, T = $t, {
-                head_size: <$shape>::HEAD_SIZE, rows: <$shape>::ROWS, keys: <$shape>::KEYS, threads: <$shape>::THREADS,
-                min_blocks: 1, shared: <$shape>::PAGED_SHARED_BYTES, hot: true, min_sm: <$shape>::MIN_SM, communicates: true };
-        )* });
-    };
-}
-
-hopper_paged_split_kernels! {
+// Heads that share row tiles, and parts of long ones.
+hopper_paged_kernels!(HOPPER_PAGED_SPLIT, SplitAttention, run_paged_split,
+    ([q 0, k 1, v 2] cos: T, sin: T, starts: i32, past_seqlens: i32, block_table: i32,
+     head_sink: T, out: T, counter: u32, part_columns: f32, part_states: [f32; 2];
+     p: PagedHopperParams), {
     gqa_hopper_paged_split_f16_d64, gqa_hopper_paged_split_bf16_d64 => hopper::D64Short;
     gqa_hopper_paged_split_f16_d96, gqa_hopper_paged_split_bf16_d96 => hopper::D96Short;
     gqa_hopper_paged_split_f16_d128, gqa_hopper_paged_split_bf16_d128 => hopper::D128<false>;
     gqa_hopper_paged_split_f16_d192, gqa_hopper_paged_split_bf16_d192 => hopper::D192<false>;
     gqa_hopper_paged_split_f16_d256, gqa_hopper_paged_split_bf16_d256 => hopper::D256<false>;
-}
+});
 
 /// Rows of the kernels for quantized KV caches, whatever their format, for both 16-bit types, and
 /// of those that multiply keys of float8 as they are: `F16 NAME, BF16 NAME, FLOAT8 NAME => SHAPE`;

@@ -11,7 +11,7 @@ use super::mask::Mask;
 use super::output::{Destination, Output};
 use super::packing::Packing;
 use super::pages::Pages;
-use super::parts::{Parts, Seat};
+use super::parts::Seat;
 use super::ring::Ring;
 use super::rotate::Rotation;
 use super::scales::{CacheScales, TileRows};
@@ -40,8 +40,6 @@ pub(super) struct Pointers<T> {
     pub(super) rotation: Option<Rotation<T>>,
     /// The paged KV cache.
     pub(super) pages: Option<Pages>,
-    /// Scratch memory of split work tiles over it.
-    pub(super) parts: Option<Parts>,
     /// Scales of e4m3 operands.
     pub(super) scales: Option<Scales>,
     pub(super) head_sink: Global<T>,
@@ -229,7 +227,8 @@ impl<
         }
         self.softmax.weigh(1, &mut s, rows);
         // Parts need registers for what other CTAs left.
-        let packs_early = S::PACKS_EARLY || self.pointers.parts.is_some();
+        let splits = self.pointers.pages.is_some_and(|pages| pages.parts.is_some());
+        let packs_early = S::PACKS_EARLY || splits;
         if packs_early {
             *weights = P::pack_weights::<C, W>(&s);
         }
@@ -276,7 +275,8 @@ impl<
         let rotation = self.pointers.rotation.filter(|rotation| rotation.params.dim > 0);
         if let Some(rotation) = rotation.filter(|_| !keys.is_empty()) {
             let tile = self.base + self.q_tile() * S::Q_BYTES;
-            rotation.rotate::<S>(slot, self.rows(slot.seqlen()), tile, self.warpgroup);
+            let rows = self.rows(slot.seqlen());
+            rotation.rotate::<S>(slot, self.packing(), rows, tile, self.warpgroup);
         }
         if let Some(scales) = self.pointers.scales {
             self.softmax.factors = scales.factors(slot.place::<S>(), self.softmax.row, self.p);
@@ -327,7 +327,7 @@ impl<
     /// How the rows of tiles are packed.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn packing(&self) -> Packing {
-        self.pointers.pages.map_or(Packing::ONE_HEAD, |pages| pages.packing)
+        self.pointers.pages.map_or(Packing::OneHead, |pages| pages.packing)
     }
 
     /// Query rows of a sequence.
@@ -398,9 +398,8 @@ impl<
                 // opaque(): otherwise its comparison with 0 occupies a predicate across the loop.
                 Some(_) => opaque(self.p.window),
             };
-            let token = |below: u32| row + self.packing().token(self.softmax.row + below);
-            let tokens = [token(0), token(8)];
-            self.softmax.mask(s, at.slot.seen::<S>(), tokens, at.tile * S::N, window);
+            let place = [row, at.tile * S::N];
+            self.softmax.mask(s, at.slot.seen::<S>(), self.packing(), place, window);
             if let Some(pages) = self.pointers.pages
                 && any_sync(at.slot.has_gaps::<S>())
             {
@@ -496,9 +495,6 @@ impl<
             Some(_) => (Place { batch: 0, ..place }, place.token),
         };
         let to = self.pointers.to;
-        if !S::SUM_COLUMNS {
-            rows = rows.map(|state| SoftmaxState { sum: sum_of_row(state.sum), ..state });
-        }
         let output = Output {
             p: self.p,
             place,
@@ -508,7 +504,7 @@ impl<
             row: self.softmax.row,
             packing: self.packing(),
         };
-        if let Some(parts) = self.pointers.parts {
+        if let Some(parts) = self.pointers.pages.and_then(|pages| pages.parts) {
             if !output.has_rows() {
                 return;
             }
@@ -536,13 +532,6 @@ impl<
             output.store::<T, S, O>(o, to.out);
         }
     }
-}
-
-/// The sum over the lanes that share a row.
-#[cfg_attr(target_arch = "nvptx64", inline(always))]
-fn sum_of_row(mut sum: f32) -> f32 {
-    sum += shfl_xor_f32(sum, 1);
-    sum + shfl_xor_f32(sum, 2)
 }
 
 /// Moves the sums of P from the output registers to `rows` where products are e4m3: the tensor

@@ -2,7 +2,7 @@
 //! writes its own result, in f32, for [`combine`](crate::attention::combine).
 
 use super::mask;
-use super::packing::Packing;
+use super::packing::{PackedRow, Packing};
 use super::shape::Tile;
 use super::work::Place;
 use crate::attention::out::{self, Quantized};
@@ -59,14 +59,9 @@ impl Output<'_> {
     /// Row `row` or `row + 8` of the work tile.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn find(&self, half: u32) -> OutputRow {
-        let Place { head, row: first, .. } = self.place;
-        match self.packing.find(self.row + 8 * half) {
-            Some(packed) => {
-                let s = first + packed.token;
-                OutputRow { s, head: head + packed.head, exists: s < self.rows }
-            }
-            None => OutputRow { s: first, head, exists: false },
-        }
+        let Place { head: first_head, row: first, .. } = self.place;
+        let PackedRow { token, head, is_empty } = self.packing.find(first, self.row, 8 * half);
+        OutputRow { s: token, head: first_head + head, exists: !is_empty && token < self.rows }
     }
 
     /// Whether the warp has a row that exists.
@@ -76,7 +71,7 @@ impl Output<'_> {
     }
 
     /// Adds the attention sink if there is one and the keys are not split, writes the log-sum-exp,
-    /// and returns the factor that normalises each row. The sums are those of all lanes.
+    /// and returns the factor that normalises each row.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn normalise<T: MmaElement, S: Tile>(
         &self,
@@ -88,6 +83,10 @@ impl Output<'_> {
         let mut half = 0;
         while half < 2 {
             let mut state = rows[half];
+            if !S::SUM_COLUMNS {
+                state.sum += shfl_xor_f32(state.sum, 1);
+                state.sum += shfl_xor_f32(state.sum, 2);
+            }
             let OutputRow { s, head, exists } = self.find(half as u32);
             factors[half] = 1.0;
             if !S::SPLITS && self.p.sink != sink::NONE {

@@ -3,50 +3,70 @@
 
 use super::shape::WARPGROUP_ROWS;
 use crate::num::quotient;
+use crate::simt::opaque;
 
-/// Rows of a warpgroup: the heads of its first token, then those of the next, as many whole tokens
-/// as fit. Rows behind them are empty.
+/// The rows of a row tile. The case is a constant of each kernel, so that kernels of one head do
+/// not pay for the other.
 #[derive(Clone, Copy)]
-pub(super) struct Packing {
-    /// Query heads of a row tile.
-    pub(super) heads: u32,
+pub(super) enum Packing {
+    /// Rows are tokens of one query head.
+    OneHead,
+    /// Rows of a warpgroup are so many heads of its first token, then those of the next, as many
+    /// whole tokens as fit. Rows behind them are empty.
+    Heads(u32),
 }
 
-/// A row of a row tile, from the tile's first token and its first query head on.
+/// A row of a row tile, from the tile's first query head on.
 #[derive(Clone, Copy)]
 pub(super) struct PackedRow {
+    /// Token of the sequence.
     pub(super) token: u32,
     pub(super) head: u32,
+    pub(super) is_empty: bool,
 }
 
 impl Packing {
-    /// The rows of a tile are tokens of one query head.
-    pub(super) const ONE_HEAD: Self = Self { heads: 1 };
+    /// Query heads of a row tile.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub(super) fn heads(self) -> u32 {
+        match self {
+            Self::OneHead => 1,
+            Self::Heads(heads) => heads,
+        }
+    }
 
     /// Tokens of a warpgroup.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn tokens(self) -> u32 {
-        quotient(WARPGROUP_ROWS, self.heads)
+        quotient(WARPGROUP_ROWS, self.heads())
     }
 
     /// Rows of a warpgroup that are not empty.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn rows(self) -> u32 {
-        self.tokens() * self.heads
+        self.tokens() * self.heads()
     }
 
-    /// Row `row` of the tile, unless it is empty.
+    /// Row `row + below` of a tile that begins with token `first` of the sequence.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub(super) fn find(self, row: u32) -> Option<PackedRow> {
-        let (warpgroup, row) = (row / WARPGROUP_ROWS, row % WARPGROUP_ROWS);
-        let within = quotient(row, self.heads);
-        let token = warpgroup * self.tokens() + within;
-        (within < self.tokens()).then_some(PackedRow { token, head: row - within * self.heads })
-    }
-
-    /// The token of row `row` of the tile, of an empty row any token.
-    #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub(super) fn token(self, row: u32) -> u32 {
-        row / WARPGROUP_ROWS * self.tokens() + quotient(row % WARPGROUP_ROWS, self.heads)
+    pub(super) fn find(self, first: u32, row: u32, below: u32) -> PackedRow {
+        match self {
+            Self::OneHead => {
+                let token = first.wrapping_add(row).wrapping_add(below);
+                PackedRow { token, head: 0, is_empty: false }
+            }
+            Self::Heads(heads) => {
+                // opaque(): otherwise quotients are hoisted out of the loop over work tiles and
+                // spill.
+                let row = opaque(row + below);
+                let (warpgroup, row) = (row / WARPGROUP_ROWS, row % WARPGROUP_ROWS);
+                let within = quotient(row, heads);
+                PackedRow {
+                    token: first.wrapping_add(warpgroup * self.tokens() + within),
+                    head: row - within * heads,
+                    is_empty: within >= self.tokens(),
+                }
+            }
+        }
     }
 }

@@ -19,6 +19,7 @@
 //! work tile loads, so that the unmasked mainloop need not check.
 
 use super::packing::Packing;
+use super::parts::Parts;
 use super::ring::Ring;
 use super::row_tiles::{Limits, RowTiles};
 use super::shape::{Arrival, CHUNK, Tile};
@@ -43,8 +44,10 @@ pub(super) struct Pages {
     /// The cache's last block.
     last: u32,
     pub(super) packing: Packing,
-    /// None: nothing is split.
+    /// How far work is split; None: not at all.
     limits: Option<Limits>,
+    /// Scratch memory of split work tiles.
+    pub(super) parts: Option<Parts>,
     queue: SharedQueue,
 }
 
@@ -93,8 +96,9 @@ impl Pages {
             per_sequence: p.per_sequence,
             log_rows: p.log_block_size,
             last: p.blocks - 1,
-            packing: Packing::ONE_HEAD,
+            packing: Packing::OneHead,
             limits: None,
+            parts: None,
             queue: SharedQueue {
                 primary: p.primary,
                 secondary: p.secondary,
@@ -105,9 +109,9 @@ impl Pages {
 
     /// With row tiles that heads share, and parts of long ones.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub(super) fn packed(self, p: &PagedHopperParams) -> Self {
-        let packing = Packing { heads: p.tile_heads };
-        Self { packing, limits: Some(Limits::new(p)), ..self }
+    pub(super) fn split(self, parts: Parts, p: &PagedHopperParams) -> Self {
+        let packing = Packing::Heads(p.tile_heads);
+        Self { packing, limits: Some(Limits::new(p)), parts: Some(parts), ..self }
     }
 
     /// Programmatic dependent launch: waits for the launch before this one and triggers the next
@@ -384,7 +388,8 @@ pub(super) fn look_for_gaps<S: Tile>(base: u32, pages: Pages, p: &AttentionParam
         let mut has_gaps = false;
         if !keys.is_empty() {
             let (place, seqlen) = (slot.place::<S>(), slot.seqlen());
-            let first = first_key(place.row, seqlen, p).max(keys.first * S::N);
+            let first = first_key(place.row, seqlen, p);
+            let first = if pages.limits.is_some() { first.max(keys.first * S::N) } else { first };
             let last = (keys.end * S::N).min(seqlen.total).max(first + 1) - 1;
             let blocks = [first, last].map(|key| key >> pages.log_rows);
             has_gaps = pages.has_gaps(place.batch, blocks);

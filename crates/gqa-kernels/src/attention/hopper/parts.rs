@@ -53,8 +53,9 @@ impl Part {
 }
 
 impl Parts {
-    /// Leaves the results of this part, whose sums are those of all lanes. Returns the results of
-    /// all parts in the warp that comes last.
+    /// Leaves the results of this part. Returns true in the warp that comes last, with the results
+    /// of all parts. States hold this lane's share of the sums, or with [`Tile::SUM_COLUMNS`] the
+    /// sums, before and after.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn join<S: Tile, const O: usize>(
         self,
@@ -93,13 +94,17 @@ impl Parts {
             self.columns.store_vec(columns::<S>(at, i, seat), words);
             i += 4;
         }
-        if lane() % 4 == 0 {
-            let mut half = 0;
-            while half < 2 {
-                let SoftmaxState { max, sum } = states[half];
-                self.states.store(row::<S>(at, half, seat), [max, sum]);
-                half += 1;
+        let mut half = 0;
+        while half < 2 {
+            let SoftmaxState { max, mut sum } = states[half];
+            if !S::SUM_COLUMNS {
+                sum += shfl_xor_f32(sum, 1);
+                sum += shfl_xor_f32(sum, 2);
             }
+            if lane() % 4 == 0 {
+                self.states.store(row::<S>(at, half, seat), [max, sum]);
+            }
+            half += 1;
         }
     }
 
@@ -138,6 +143,8 @@ impl Parts {
         let mut half = 0;
         while half < 2 {
             let [max, sum] = state[half];
+            // The first of the lanes that share a row has the whole sum.
+            let sum = if S::SUM_COLUMNS || lane() % 4 == 0 { sum } else { 0.0 };
             factors[half] = states[half].raise(max);
             weights[half] = states[half].weight(max);
             states[half].sum = fma(weights[half], sum, states[half].sum);

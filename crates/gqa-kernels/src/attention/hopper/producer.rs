@@ -172,7 +172,7 @@ pub(super) fn load_queries<S: Tile>(base: u32, q: TensorMap, packed: Option<Pack
                         let row = token + row + warpgroup * packing.tokens();
                         let rows = packing.rows();
                         let place =
-                            if packing.heads == 1 { [row, head, 0] } else { [head, row, 0] };
+                            if packing.heads() == 1 { [row, head, 0] } else { [head, row, 0] };
                         load_tile(rows, WARPGROUP_ROWS, S::CHUNKS, destination, q, place, full);
                     }
                 }

@@ -26,18 +26,24 @@ pub(super) struct Rotation<T> {
     /// (max_positions, dim / 2)
     pub(super) sin: Global<T>,
     pub(super) params: RotaryParams,
-    pub(super) packing: Packing,
 }
 
 impl<T: MmaElement> Rotation<T> {
     /// Rotates the rows of warpgroup `warpgroup` in the tile at `tile`, and fences them for wgmma.
     /// The sequence has `rows` query rows.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub(super) fn rotate<S: Tile>(&self, slot: Slot, rows: u32, tile: u32, warpgroup: u32) {
+    pub(super) fn rotate<S: Tile>(
+        &self,
+        slot: Slot,
+        packing: Packing,
+        rows: u32,
+        tile: u32,
+        warpgroup: u32,
+    ) {
         if self.params.interleaved == 0 {
-            self.rotate_tile::<S, false>(slot, rows, tile, warpgroup);
+            self.rotate_tile::<S, false>(slot, packing, rows, tile, warpgroup);
         } else {
-            self.rotate_tile::<S, true>(slot, rows, tile, warpgroup);
+            self.rotate_tile::<S, true>(slot, packing, rows, tile, warpgroup);
         }
         fence_proxy_async();
         named_barrier_sync(ROTATED + warpgroup, WARPGROUP);
@@ -49,6 +55,7 @@ impl<T: MmaElement> Rotation<T> {
     fn rotate_tile<S: Tile, const INTERLEAVED: bool>(
         &self,
         slot: Slot,
+        packing: Packing,
         rows: u32,
         tile: u32,
         warpgroup: u32,
@@ -58,7 +65,7 @@ impl<T: MmaElement> Rotation<T> {
         if pair >= pairs {
             return;
         }
-        let first = slot.place::<S>().row + warpgroup * self.packing.tokens();
+        let first = slot.place::<S>().row;
         let past = slot.seqlen().past;
         // Rows past the last one stay zero: NaN would trigger the slow path for overflowing P.
         let outside = past.wrapping_add(rows).saturating_sub(self.params.max_positions);
@@ -66,28 +73,29 @@ impl<T: MmaElement> Rotation<T> {
         let vectors = vectors.map(|vector| tile + swizzled(WARPGROUP_ROWS, row, vector));
         for ahead in Rolled(0..WARPGROUP_ROWS, TOGETHER * S::PASS_ROWS) {
             let vectors = vectors.map(|vector| vector + ahead * ROW);
-            let position = past.wrapping_add(first);
-            self.rotate_rows::<S, INTERLEAVED>(position, row + ahead, outside, pair, vectors);
+            let position = |below: u32| {
+                let row = warpgroup * WARPGROUP_ROWS + row;
+                packing.find(past.wrapping_add(first), row, ahead + below).token
+            };
+            self.rotate_rows::<S, INTERLEAVED>(position, outside, pair, vectors);
         }
     }
 
-    /// Rotates the two vectors of row `row` of the warpgroup, whose first row is at `position`, and
-    /// the same vectors of later rows; `outside` positions are missing from the tables. All angles
-    /// are loaded before the first is used.
+    /// Rotates the two vectors of a row, which is at `position(0)`, and the same vectors of later
+    /// rows; `outside` positions are missing from the tables. All angles are loaded before the
+    /// first is used.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn rotate_rows<S: Tile, const INTERLEAVED: bool>(
         &self,
-        position: u32,
-        row: u32,
+        position: impl Fn(u32) -> u32,
         outside: u32,
         pair: u32,
         vectors: [u32; 2],
     ) {
-        let position = |n| position.wrapping_add(self.packing.token(row + n * S::PASS_ROWS));
         let mut angles = [[[0; 4]; 2]; TOGETHER as usize];
         let mut n = 0;
         while n < TOGETHER && n < S::PASSES {
-            angles[n as usize] = self.angles(position(n), pair);
+            angles[n as usize] = self.angles(position(n * S::PASS_ROWS), pair);
             n += 1;
         }
         n = 0;
@@ -102,7 +110,7 @@ impl<T: MmaElement> Rotation<T> {
             };
             st_shared_vec(low, rotated[0]);
             st_shared_vec(high, rotated[1]);
-            if position(n).wrapping_sub(self.params.max_positions) < outside {
+            if position(ahead).wrapping_sub(self.params.max_positions) < outside {
                 st_shared_vec(low, [T::pack(f32::NAN, f32::NAN); 4]);
                 st_shared_vec(high, [T::pack(f32::NAN, f32::NAN); 4]);
             }

@@ -75,11 +75,12 @@ struct Span {
     parts: [u32; 2],
 }
 
-/// What is the same for all sequences. It stays in shared memory, to save registers.
+/// What is the same for all sequences. It stays in shared memory, to save registers; where nothing
+/// is split, its first field alone.
 #[derive(Clone, Copy)]
-pub(super) struct Totals {
+struct Totals {
     /// Work tiles of the heads of a row tile.
-    pub(super) count: u32,
+    count: u32,
     /// Row tiles that the query heads take.
     groups: u32,
     /// Parts of split work tiles among `count`.
@@ -120,14 +121,14 @@ impl RowTiles {
         p: &AttentionParams,
     ) -> Self {
         let tiles = Self { sequences, packing, limits, window: base + S::BYTES };
-        tiles.set_totals(Totals {
-            count: 0,
-            groups: quotient(p.q_heads, packing.heads),
-            parts: 0,
-            tokens: S::WARPGROUPS * packing.tokens(),
-            share: [u32::MAX; 2],
-        });
         if let Some(limits) = limits {
+            tiles.set_totals(Totals {
+                count: 0,
+                groups: quotient(p.q_heads, packing.heads()),
+                parts: 0,
+                tokens: S::WARPGROUPS * packing.tokens(),
+                share: [u32::MAX; 2],
+            });
             // What is split is known once all work is.
             let passes = if limits.parts > 0 { 2 } else { 1 };
             for _ in Rolled(0..passes, 1) {
@@ -141,7 +142,10 @@ impl RowTiles {
             for first in Rolled(0..p.batch, LANES) {
                 count = tiles.look_at::<S>(first, |_| [count, 0], p).end;
             }
-            tiles.set_totals(Totals { count, ..tiles.totals() });
+            if lane() == 0 {
+                st_shared(tiles.window + (LANES + 1) * SEQUENCE_BYTES, count);
+            }
+            sync_warp();
         }
         tiles
     }
@@ -184,7 +188,13 @@ impl RowTiles {
     /// Work tiles of all sequences and heads.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn count(&self, p: &AttentionParams) -> u32 {
-        self.totals().count * self.groups(p)
+        self.count_of_heads() * self.groups(p)
+    }
+
+    /// Work tiles of all sequences for the heads of a row tile.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub(super) fn count_of_heads(&self) -> u32 {
+        ld_shared(self.window + (LANES + 1) * SEQUENCE_BYTES)
     }
 
     /// Row tiles that the query heads take.
@@ -318,7 +328,7 @@ impl RowTiles {
     }
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub(super) fn totals(&self) -> Totals {
+    fn totals(&self) -> Totals {
         let [count, groups, parts, tokens] = self.entry(LANES + 1);
         let [share, part, _] = self.counts_of(LANES + 1);
         Totals { count, groups, parts, tokens, share: [share, part] }

@@ -2,6 +2,7 @@
 
 use super::mask;
 use super::operand::Operand;
+use super::packing::Packing;
 use crate::concept::seqlen::Seqlen;
 use crate::concept::softmax::{LOG2_E, SoftmaxState};
 use crate::num::{MmaElement, unpack};
@@ -158,15 +159,15 @@ impl Softmax<'_> {
         RowPair { reference: [reference(0), reference(1)], ..RowPair::EMPTY }
     }
 
-    /// Sets scores of keys that their row does not see to -inf; the thread's rows are these tokens
-    /// of the sequence, and the tile's keys start at `key`.
+    /// Sets scores of keys that their row does not see to -inf; the tile's rows start at `row`, its
+    /// keys at `key`.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn mask<const C: usize>(
         &self,
         s: &mut [f32; C],
         seqlen: Seqlen,
-        tokens: [u32; 2],
-        key: u32,
+        packing: Packing,
+        [row, key]: [u32; 2],
         window: u32,
     ) {
         // A bit for each of this thread's keys: 32 bits per 128 keys.
@@ -174,7 +175,8 @@ impl Softmax<'_> {
         let mut half = 0;
         while half < 2 {
             // Padding rows: the value is unused.
-            let next = seqlen.past.wrapping_add(tokens[half]).wrapping_add(1);
+            let first = seqlen.past.wrapping_add(row);
+            let next = packing.find(first, self.row, 8 * half as u32).token.wrapping_add(1);
             let end = if self.p.causal != 0 { next.min(seqlen.total) } else { seqlen.total };
             let first = if window > 0 { next.saturating_sub(window) } else { 0 };
             let mut word = 0;

@@ -2,7 +2,7 @@
 //! shortest tiles.
 
 use super::parts::Part;
-use super::row_tiles::{Found, RowTiles, Totals};
+use super::row_tiles::{Found, RowTiles};
 use super::shape::{Tile, WORK_BYTES, WORK_SLOTS};
 use crate::concept::seqlen::Seqlen;
 use crate::num::quotient;
@@ -76,8 +76,8 @@ impl Work {
         row_tiles: &RowTiles,
         p: &AttentionParams,
     ) -> Self {
-        let Totals { count, .. } = row_tiles.totals();
-        let (group, nth) = Self::within(index, count, row_tiles.groups(p), p.l2_section);
+        let (count, groups) = (row_tiles.count_of_heads(), row_tiles.groups(p));
+        let (group, nth) = Self::within(index, count, groups, p.l2_section);
         let Found { batch, sequence, tile, part } = row_tiles.find::<S>(nth, group, p);
         let tokens = row_tiles.tokens::<S>();
         let (row, seqlen) = (tile * tokens, sequence.seqlen());
@@ -85,7 +85,7 @@ impl Work {
         // spills.
         let p = &AttentionParams { causal: opaque(p.causal), ..*p };
         let keys = KeyTiles::new::<S>([row, row + tokens], seqlen, 0, true, p);
-        let head = group * row_tiles.packing.heads;
+        let head = group * row_tiles.packing.heads();
         let place = Place { batch, head, row, split: 0, token: sequence.start };
         let whole = Self { place, seqlen, hidden: 0, keys, part: None };
         if !row_tiles.splits() {
