@@ -91,11 +91,16 @@ impl Gpu {
         Ok(plan.launches().len())
     }
 
-    /// The plan for a call, with its kernels compiled.
-    fn plan(&self, py: Python<'_>, call: &Call) -> PyResult<Plan> {
+    /// The plan for a call, with its kernels compiled: with the constants of its layer at once, or
+    /// once such calls were launched often.
+    #[pyo3(signature = (call, at_once = false))]
+    fn plan(&self, py: Python<'_>, call: &Call, at_once: bool) -> PyResult<Plan> {
         let gpu = Arc::clone(&self.0);
-        let loaded =
-            py.detach(|| gpu.device.load_deferred(gpu.planner.plan(&call.0)?)).map_err(raised)?;
+        let loaded = py.detach(|| {
+            let plan = gpu.planner.plan(&call.0)?;
+            if at_once { gpu.device.load(plan) } else { gpu.device.load_deferred(plan) }
+        });
+        let loaded = loaded.map_err(raised)?;
         Ok(Plan { gpu, loaded })
     }
 }

@@ -273,7 +273,7 @@ class OnEmulatedGpu(unittest.TestCase):
             (_flash, "_earlier", emulated.earlier),
             (_cuda, "run", emulated.run),
             (_cuda, "plan", plan),
-            (self.calls, "plan", recorded),
+            (self.calls, "plan_of_layer", recorded),
             (self.calls, "addresses", addresses),
             (_launch, "_gpu", lambda _: emulated.Gpu()),
             (_launch, "_gqa", types.SimpleNamespace(Call=emulated.Call)),

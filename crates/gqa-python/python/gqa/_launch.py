@@ -94,7 +94,17 @@ def _of_call(make: Callable[[_gqa.Gpu, _gqa.Call], _T]) -> Callable[..., _T]:
 @_of_call
 def plan(gpu: _gqa.Gpu, call: _gqa.Call) -> Planned:
     """The call's plan."""
-    made = gpu.plan(call)
+    return _planned(gpu.plan(call))
+
+
+@_of_call
+def plan_of_layer(gpu: _gqa.Gpu, call: _gqa.Call) -> Planned:
+    """The same for a layer of a model, which calls again and again: its kernels are specialized
+    before the first launch, as a graph keeps those that it was captured with."""
+    return _planned(gpu.plan(call, at_once=True))
+
+
+def _planned(made: _gqa.Plan) -> Planned:
     return Planned(made, made.tensors, made.workspace_bytes, made.counters)
 
 

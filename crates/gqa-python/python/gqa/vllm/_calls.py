@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gqa import _cuda, _launch
 from gqa._flash import Scores
-from gqa._launch import Planned, plan
+from gqa._launch import Planned, plan_of_layer
 from gqa._quantized import Cache
 
 # Of scratch memory, if one sequence does not need more.
@@ -149,7 +149,7 @@ def _part(
     """The plan for some of a step's sequences, unless its scratch memory is too large."""
     call = _sequences(step, some, given.cache.keys.shape[1])
     query, output = (x[some.first_row : some.end_row] for x in (given.query, given.output))
-    planned = plan(*_cuda._asked(query, given.cache, None, None, call, given.scores, False))
+    planned = plan_of_layer(*_cuda._asked(query, given.cache, None, None, call, given.scores, False))
     if most_scratch is not None and planned.workspace_bytes > most_scratch:
         return None
     k_scale, v_scale = (None, None) if given.cache.scales is None else given.cache.scales[1:]
