@@ -210,6 +210,7 @@ def metadata(batch, table, padded=False):
         block_table_tensor=torch.cat([table, absent]),
         slot_mapping=None,
         causal=batch.causal,
+        rswa_prefix_lens=None,
     )
 
 
@@ -609,10 +610,12 @@ class OnEmulatedGpu(unittest.TestCase):
         for name in ("output_scale", "output_block_scale"):
             with self.assertRaisesRegex(ValueError, f"{name}: got a tensor; allowed: None"):
                 layer.impl.forward(*[layer, *[tensor] * 6], **{name: tensor})
-        given = metadata(layer.batch, layer.table)
-        given.causal = torch.ones(1, dtype=torch.int32)
-        with self.assertRaisesRegex(ValueError, "causal: got a tensor"):
-            self.builder().build(0, given)
+        numbers = torch.ones(1, dtype=torch.int32)
+        for name in ("causal", "rswa_prefix_lens"):
+            given = metadata(layer.batch, layer.table)
+            setattr(given, name, numbers)
+            with self.assertRaisesRegex(ValueError, f"{name}: got a tensor"):
+                self.builder().build(0, given)
 
 
 @unittest.skipIf(torch is None, "no torch")

@@ -148,6 +148,9 @@ class MetadataBuilder(AttentionMetadataBuilder):
         given = common_attn_metadata
         if not isinstance(given.causal, bool):
             raise invalid("causal", "a tensor", "True or False, for all sequences")
+        if given.rswa_prefix_lens is not None:
+            allowed = "None: prefixes that all rows see beside their window are not taken"
+            raise invalid("rswa_prefix_lens", "a tensor", allowed)
         step = Step(
             given.num_actual_tokens,
             given.max_query_len,
