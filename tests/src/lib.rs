@@ -25,8 +25,8 @@ pub use entries::{every_entry, float8_kernels, is_of_attention};
 pub use hostile::hostile;
 pub use paged::{
     DECODE_KERNELS, PREFILL_KERNELS, PagedCase, copied, in_place, paged, paged_concurrent,
-    paged_crowds, paged_long, paged_mixed, paged_prompts, paged_steps, slow_device, with_gaps,
-    with_some_lse,
+    paged_crowd_steps, paged_crowds, paged_in_parts, paged_long, paged_mixed, paged_prompts,
+    paged_steps, slow_device, with_gaps, with_some_lse,
 };
 pub use paged_read::{PagedReadCase, Unchecked, cut_off, paged_reads, reads_with_gaps};
 pub use parity::{Judge, Parity, any_dtype, half_dtype, identical, parity, sequences};

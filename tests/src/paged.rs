@@ -143,6 +143,14 @@ pub fn paged_crowds(steps: BoxedStrategy<Case>, max_rows: usize) -> BoxedStrateg
     mixed(steps, max_rows, [30..=60, 1..=2])
 }
 
+/// Steps of more sequences than a warp has lanes.
+pub fn paged_crowd_steps(steps: BoxedStrategy<Case>, max_rows: usize) -> BoxedStrategy<PagedCase> {
+    let sequences = prop::collection::vec([0..=max_rows, 0..=2usize], 33..=80);
+    (paged_steps(steps, max_rows), sequences)
+        .prop_map(|(case, sequences)| PagedCase { sequences: with_a_token(sequences), ..case })
+        .boxed()
+}
+
 /// This many decode sequences, and this many prefills among them.
 fn mixed(
     steps: BoxedStrategy<Case>,
@@ -191,6 +199,24 @@ pub fn paged_concurrent(
 /// A device with that many SMs, so slow that any call takes long.
 pub fn slow_device(multiprocessors: u32) -> DeviceInfo {
     DeviceInfo { multiprocessors, tensor_flops: 1e12, bandwidth: 1e9, ..DeviceInfo::h200() }
+}
+
+/// Of these calls, the ones whose decode steps divide the keys of all sequences by their lengths.
+pub fn paged_in_parts(
+    cases: BoxedStrategy<PagedCase>,
+    device: &DeviceInfo,
+) -> BoxedStrategy<PagedCase> {
+    let device = device.clone();
+    let is_divided = move |case: &PagedCase| {
+        let problem = case.problem().expect("legal");
+        let planned = plan(&problem, &device, &PlanOptions::default()).expect("a plan");
+        planned.launches().iter().any(|launch| {
+            let [heads, parts, _] = launch.grid().map(|blocks| blocks as usize);
+            let is_step = DECODE_KERNELS.contains(&launch.entry().family);
+            is_step && planned.counters() > 0 && heads == problem.kv_heads && parts >= problem.batch
+        })
+    };
+    cases.prop_filter("keys are divided by lengths", is_divided).boxed()
 }
 
 /// The same with a token at least.

@@ -6,10 +6,12 @@ use gqa_host::backend::sim::Sim;
 use gqa_host::plan::{DeviceInfo, PlanOptions, plan};
 use gqa_tests::{
     Case, DECODE_KERNELS, PREFILL_KERNELS, PagedCase, Parity, Unchecked, any_dtype, case, copied,
-    cut_off, half_dtype, heads_up_to, in_place, paged, paged_concurrent, paged_crowds, paged_long,
-    paged_mixed, paged_prompts, paged_reads, paged_steps, parity, quantized, reads_with_gaps,
-    slow_device, steps, with_gaps, with_row_scales, with_some_lse,
+    cut_off, half_dtype, heads_up_to, in_place, paged, paged_concurrent, paged_crowd_steps,
+    paged_crowds, paged_in_parts, paged_long, paged_mixed, paged_prompts, paged_reads, paged_steps,
+    parity, quantized, reads_with_gaps, slow_device, steps, with_gaps, with_row_scales,
+    with_some_lse,
 };
+use proptest::prop_oneof;
 use proptest::strategy::{BoxedStrategy, Strategy};
 
 #[test]
@@ -123,6 +125,26 @@ fn long_sequences_in_parts() {
         parity(&format!("sim, parts, {name}"), 4, cases.clone(), &sim);
         parity(&format!("sim, parts, gaps, {name}"), 2, with_gaps(cases), &sim);
     }
+}
+
+/// Decode steps that divide the keys of all sequences by their lengths: with places for many parts
+/// of each, and with more sequences than places.
+#[test]
+fn steps_in_parts() {
+    let ampere = DeviceInfo { sm: 80, shared_bytes: 99 << 10, ..slow_device(8) };
+    for device in [slow_device(2), slow_device(8), slow_device(132), ampere] {
+        let sim = Sim::default().with_device(device.clone());
+        let name = format!("{} SMs of {}", device.multiprocessors, device.sm);
+        let of = |cases: BoxedStrategy<Case>| {
+            let cases = prop_oneof![paged_steps(cases.clone(), 60), paged_long(cases, 300..=1500)];
+            paged_in_parts(cases.boxed(), &device)
+        };
+        parity(&format!("sim, steps in parts, {name}"), 12, of(steps(4)), &sim);
+        parity(&format!("sim, codes in parts, {name}"), 6, of(quantized(steps(4))), &sim);
+    }
+    let device = slow_device(8);
+    let crowds = paged_in_parts(paged_crowd_steps(steps(2), 200), &device);
+    parity("sim, steps of crowds in parts", 3, crowds, &Sim::default().with_device(device));
 }
 
 /// Row tiles that belong to a few of many sequences.

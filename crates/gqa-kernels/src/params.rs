@@ -695,14 +695,15 @@ pub struct DecodeParams {
     pub scales: u32,
     /// What a quantized cache holds: a [`Format`](crate::num::Format).
     pub format: u32,
-    /// Keeps the size a multiple of 8 without hidden padding.
-    pub reserved: u32,
+    /// Parts that the device has a place for, of a KV head's keys for a row tile, those of all
+    /// sequences together: lengths say how many are whose. 0: every sequence has `splits`.
+    pub parts: u32,
 }
 
 // A step has the same number of new tokens each time, so strides of batch entries are fixed, too.
 layer!(
     DecodeParams fixes attention.kv_heads, attention.q_len, attention.q, attention.out, new_k,
-    new_v, new_len, rows, at_a_time, overlap, ahead, scales, format, reserved; attention in
+    new_v, new_len, rows, at_a_time, overlap, ahead, scales, format, parts; attention in
     AttentionParams; rotary in RotaryParams
 );
 

@@ -25,6 +25,7 @@
 //!
 //! **Grid**: `ranks × splits` blocks in x, in clusters of `ranks`; KV heads in y; `batch × row
 //! tiles` in z, and one more of a launch that overlaps the one before it, whose end it waits for.
+//! Where lengths divide the keys: KV heads in x, parts in y, row tiles in z.
 //! **Block**: `32 WARPS` threads.
 //!
 //! **Tensors**: q (batch, query head, S, head size) and new_k, new_v (batch, KV head, S, head size)
@@ -35,7 +36,8 @@
 //! [`tiled`](super::tiled), of a paged KV cache (query head, token). With splits: partial_out
 //! (split, batch, query head, S, head size), f32; partial_states (split, cluster, rank, row),
 //! maxima and sums; arrivals (cluster, rank), counters that are zero before and after. Clusters are
-//! counted without their splits.
+//! counted without their splits. Where lengths divide the keys (`parts.rs`) a part stands in place
+//! of split and cluster.
 //!
 //! **Shared memory**: `mailbox | queries [ROWS] | new keys [KEYS], values [KEYS] | per team:
 //! STAGES × (keys [KEYS], values [KEYS])
@@ -85,6 +87,7 @@ mod entries;
 mod exchange;
 mod layout;
 mod new_tokens;
+mod parts;
 mod products;
 mod quantized;
 mod row_scales;
@@ -94,6 +97,7 @@ mod tree;
 
 pub use cached::Cached;
 pub use layout::{Blocks, Heads, Layout, Padded, Whole};
+pub use parts::{MOST_DIVIDED, divides};
 pub use products::{Mma, Products, Wgmma};
 pub use quantized::{Codes, Coding};
 
@@ -271,21 +275,33 @@ pub fn clusters(p: &AttentionParams, rows: u32) -> u32 {
 /// launch that this one overlaps.
 pub fn grid(p: &DecodeParams, ranks: u32) -> [u32; 3] {
     let a = &p.attention;
+    if p.parts > 0 {
+        return [a.kv_heads, parts::most(p), row_tiles(a, p.rows)];
+    }
     let waiting = u32::from(p.overlap == overlap::ALL);
     [ranks * p.splits, a.kv_heads, row_tiles(a, p.rows) * a.batch + waiting]
 }
 
 /// Elements of (partial_out, partial_states) of a call with splits.
 pub fn partial_elements(p: &DecodeParams, ranks: u32) -> (usize, usize) {
-    let a = &p.attention;
-    let rows = a.batch as usize * a.q_heads as usize * a.q_len as usize;
-    let owners = p.clusters as usize * ranks as usize * p.rows as usize;
-    (p.splits as usize * rows * a.head_size as usize, p.splits as usize * owners)
+    let rows = partials(p) * p.rows as usize;
+    (rows * p.attention.head_size as usize, rows * ranks as usize)
 }
 
-/// Counters of a call.
-pub fn arrivals(p: &AttentionParams, rows: u32, ranks: u32, splits: u32) -> usize {
-    if splits > 1 { clusters(p, rows) as usize * ranks as usize } else { 0 }
+/// Clusters that leave partial results.
+fn partials(p: &DecodeParams) -> usize {
+    match p.parts {
+        0 => p.splits as usize * p.clusters as usize,
+        _ => parts::places(p),
+    }
+}
+
+/// Counters of a call with splits.
+pub fn arrivals(p: &DecodeParams, ranks: u32) -> usize {
+    match p.parts {
+        0 => p.clusters as usize * ranks as usize,
+        _ => parts::places(p),
+    }
 }
 
 /// Which cluster this is.
@@ -297,8 +313,11 @@ struct Place {
     row_tile: u32,
     /// All three as one number.
     index: u32,
-    /// Which split of the keys.
+    /// Which split of the keys, of how many.
     split: u32,
+    splits: u32,
+    /// From the number of a split's partial results to that of the next one's.
+    stride: u32,
     /// Which block of the cluster, of how many.
     rank: u32,
     ranks: u32,
@@ -323,6 +342,8 @@ impl Place {
             row_tile: if z < batch { 0 } else { z / batch },
             index: z * a.kv_heads + y,
             split: if p.splits > 1 { x / ranks } else { 0 },
+            splits: p.splits,
+            stride: p.clusters,
             rank: cluster_rank(),
             ranks,
         }
@@ -331,7 +352,7 @@ impl Place {
     /// Whether the new rows are this rank's: the last one of the last split takes them.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn has_new_tokens(&self, p: &DecodeParams) -> bool {
-        let (ranks, index) = self.among(p);
+        let (ranks, index) = self.among();
         p.new_len > 0 && index + 1 == ranks
     }
 
@@ -343,8 +364,14 @@ impl Place {
 
     /// Ranks of all clusters that share the row tile's keys, and which of them this is.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn among(&self, p: &DecodeParams) -> (u32, u32) {
-        ((self.ranks * p.splits).max(1), self.split * self.ranks + self.rank)
+    fn among(&self) -> (u32, u32) {
+        ((self.ranks * self.splits).max(1), self.split * self.ranks + self.rank)
+    }
+
+    /// Number of the partial results that a split of the same keys leaves.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn number(&self, split: u32) -> u32 {
+        split * self.stride + self.index
     }
 }
 
@@ -452,6 +479,15 @@ impl<
         } else if !prefetches {
             Self::wait_for_launch_before(place);
         }
+        let place = if Self::divides::<L>(&p) {
+            let Some(part) = Self::part_of(&p, layout, seqlens_k) else { return };
+            part
+        } else {
+            place
+        };
+        if Self::keeps_place::<L>() {
+            Self::keep(place);
+        }
         let asked = Self::ask_length(seqlens_k, place);
         let a = &p.attention;
         let mut rows = Self::rows(a, place, layout);
@@ -481,7 +517,7 @@ impl<
         };
         let staging = ScaleStaging::at(Self::SCALES, Self::HEAD_SIZE);
         let opening = Opening { p: &p, place, new_tokens: &new_tokens, tiles: &tiles, prefetches };
-        let cache_first = Self::takes_cache_first(&p, place);
+        let cache_first = Self::takes_cache_first::<L>(&p, place);
         let ahead = Self::ASKS_AHEAD && p.ahead != 0 && !cache_first;
         if ahead {
             Self::start_ahead(&p, place, &cache);
@@ -624,8 +660,12 @@ impl<
     /// has another one, which reads while this one prepares the new rows. A block that is alone
     /// there is done sooner the other way round.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn takes_cache_first(p: &DecodeParams, place: Place) -> bool {
-        let is_later = place.index * p.splits + place.split >= p.at_a_time;
+    fn takes_cache_first<L: Layout>(p: &DecodeParams, place: Place) -> bool {
+        let is_later = if Self::divides::<L>(p) {
+            parts::block(p) >= p.at_a_time
+        } else {
+            place.index * p.splits + place.split >= p.at_a_time
+        };
         Self::IS_HALF && place.ranks == 1 && (p.overlap == overlap::CACHE || is_later)
     }
 
@@ -713,8 +753,10 @@ impl<
         if !Self::FORGETS {
             return (place, rows);
         }
-        let block = [block_idx_x(), block_idx_y(), block_idx_z()].map(opaque);
-        let place = Place::at(p, block);
+        let place = match Self::keeps_place::<L>() {
+            true => Self::kept(),
+            false => Place::at(p, [block_idx_x(), block_idx_y(), block_idx_z()].map(opaque)),
+        };
         let mut anew = Self::rows(&p.attention, place, layout);
         anew.seqlen = rows.seqlen;
         (place, anew)

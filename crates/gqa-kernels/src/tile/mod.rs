@@ -12,6 +12,7 @@
 //! - [`padded`]: tiles and products of `split_kv`
 //! - [`softmax`]: the online softmax on fragments
 //! - [`bias`]: bias and mask on fragments
+//! - [`warp`]: sums over the lanes of a warp
 
 pub mod bias;
 pub mod columns;
@@ -24,4 +25,5 @@ pub mod rows;
 pub mod softmax;
 pub mod swizzle;
 pub mod tf32;
+pub mod warp;
 pub mod wide;

@@ -192,7 +192,7 @@ impl Case {
             ahead: self.is_ahead.into(),
             scales: self.scales,
             format: self.format as u32,
-            reserved: 0,
+            parts: 0,
             attention,
         }
     }
@@ -415,7 +415,7 @@ fn start<T: Element>(
     let mut partial_out = vec![f32::NAN; columns];
     let mut partial_states = vec![[f32::NAN; 2]; states];
     let mut arrivals =
-        vec![0u32; decode::arrivals(&p.attention, case.rows, case.ranks, case.splits)];
+        vec![0u32; if case.splits > 1 { decode::arrivals(&p, case.ranks) } else { 0 }];
     let Tensors { q, new: [new_k, new_v], cos, sin, head_sink, out, lse } = t;
     let new =
         [new_k, new_v].map(|rows| if case.is_new { Arg::read(&rows.data) } else { Arg::null() });

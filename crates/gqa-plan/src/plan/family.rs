@@ -72,6 +72,9 @@ pub(super) struct Kernel {
     pub(super) splits: u32,
     /// Blocks of a cluster.
     pub(super) cluster: u32,
+    /// Parts into which the lengths that the device finds divide the keys of all sequences together,
+    /// of a KV head and row tile; 0: splits of each.
+    pub(super) parts: u32,
 }
 
 impl Kernel {
@@ -80,9 +83,14 @@ impl Kernel {
         Self::split(entry, 1)
     }
 
+    /// Into parts of all sequences' keys.
+    pub(super) fn in_parts(entry: &'static Entry, parts: u32) -> Self {
+        Self { parts, ..Self::whole(entry) }
+    }
+
     /// Without clusters.
     pub(super) fn split(entry: &'static Entry, splits: u32) -> Self {
-        Self { entry, splits, cluster: 1 }
+        Self { entry, splits, cluster: 1, parts: 0 }
     }
 }
 

@@ -25,6 +25,7 @@ use super::decision::{Decision, Rejection};
 use super::device::{Capability, DeviceInfo};
 use super::families::{
     DecodePaged, DecodePagedQuantized, HopperPaged, HopperPagedQuantized, TiledPaged, in_halves,
+    in_parts,
 };
 use super::family::{Call, Choice, Family, Job, Kernel, Task, TileQueue};
 use super::launch::Launch;
@@ -94,6 +95,9 @@ impl Attentions {
         let appends = !pages.slots && !problem.reads_pages_only();
         if let Ok(choice) = steps {
             let task = Task { appended: !appends, ..whole };
+            let call = Call::new(problem, device, options);
+            let kernel = in_parts(&choice.kernel, &call).unwrap_or(choice.kernel);
+            let choice = Choice { kernel, ..choice };
             let all = Attention { problem: problem.clone(), choice, task };
             return Self { chosen: vec![all], decisions: vec![decided] };
         }

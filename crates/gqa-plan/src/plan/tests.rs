@@ -1493,6 +1493,42 @@ fn single_tokens_beside_equal_prompts_take_the_smallest_row_tile() {
     assert_eq!(kernel(40 + 4 * 100), Some("decode_paged_f16_d128_r32_w4"));
 }
 
+/// A cache without room for as many keys of every sequence says that lengths differ.
+#[test]
+fn lengths_divide_the_keys_of_steps() {
+    let step = |batch: usize, keys: usize, mean: usize| {
+        let p = over_blocks(batch, 1, keys - 1);
+        with_pages(p, |pages| Pages { blocks: batch * mean.div_ceil(64), ..pages })
+    };
+    let parts = |p: &Problem, options: &PlanOptions| {
+        let plan = plan(p, &device("h200"), options).unwrap();
+        let [launch] = &plan.launches[..] else { panic!("one launch") };
+        let params: &PagedDecodeParams = bytemuck::from_bytes(&launch.params);
+        (params.decode.parts, launch.grid, plan.counters)
+    };
+    let off = PlanOptions::default();
+    // 33 places for blocks of each KV head, of which 8 sequences take one each or several.
+    let few = parts(&step(8, 8192, 2048), &off);
+    assert_eq!(few, (33, [8, 33, 1], 8 * 2 * 33));
+    // More sequences than places, and parts of split ones.
+    let many = parts(&step(64, 30_000, 4000), &off);
+    assert_eq!(many, (33, [8, 64 + 2 * 33, 1], 8 * 2 * 33));
+    // All may be as long as the longest, keys are few, there is nothing to divide, or the caller
+    // says how.
+    let forced = PlanOptions { splits: Some(2), ..PlanOptions::default() };
+    let others = [
+        (step(8, 8192, 8192), &off),
+        (step(8, 1024, 300), &off),
+        (step(1, 8192, 8192), &off),
+        (step(8, 8192, 2048), &forced),
+    ];
+    for (i, (p, options)) in others.iter().enumerate() {
+        assert_eq!(parts(p, options).0, 0, "call {i}");
+    }
+    // Where little can be lost, they are divided whatever the cache has room for.
+    assert_eq!(parts(&step(32, 32_768, 32_768), &off).0, 33);
+}
+
 /// One launch divides the work of a long sequence, and of those beside it.
 #[test]
 fn a_long_sequence_beside_a_prompt_is_split() {
@@ -2141,16 +2177,26 @@ fn decode_reach(name: &str, launch: &Launch, element: usize) -> usize {
 fn step_reach(name: &str, p: &DecodeParams, launch: &Launch, element: usize) -> usize {
     let a = &p.attention;
     let rows = |strides, rows| reach(strides, [a.batch, a.kv_heads, rows], a.head_size) * element;
-    let owners = (p.clusters * launch.cluster) as usize;
-    assert_eq!(launch.grid[0], launch.cluster * p.splits);
-    assert_eq!(launch.grid[1] * launch.grid[2], p.clusters);
+    let columns = p.clusters / a.batch;
+    let [owners, results] = if p.parts > 0 {
+        let places = columns * 2 * p.parts;
+        let most = if 2 * a.batch <= p.parts { p.parts } else { a.batch + 2 * p.parts };
+        assert_eq!(launch.grid, [a.kv_heads, most, columns / a.kv_heads]);
+        assert_eq!(launch.cluster, 1);
+        [places, places]
+    } else {
+        assert_eq!(launch.grid[0], launch.cluster * p.splits);
+        assert_eq!(launch.grid[1] * launch.grid[2], p.clusters);
+        [p.clusters * launch.cluster, p.clusters * p.splits]
+    };
+    let [owners, results] = [owners, results].map(|count| count as usize);
     match name {
         "new_k" => rows(p.new_k, p.new_len),
         "new_v" => rows(p.new_v, p.new_len),
         "cos" | "sin" => p.rotary.max_positions as usize * (p.rotary.dim / 2) as usize * element,
         "position_ids" => ((a.batch - 1) * p.rotary.position_stride + a.q_len) as usize * 8,
-        "partial_out" => (p.splits * a.batch * a.q_heads * a.q_len * a.head_size) as usize * 4,
-        "partial_states" => owners * (p.splits * p.rows) as usize * 8,
+        "partial_out" => results * (p.rows * a.head_size) as usize * 4,
+        "partial_states" => results * (launch.cluster * p.rows) as usize * 8,
         "arrivals" => owners * 4,
         "tree_mask" => (a.batch * a.q_len) as usize * 8,
         _ => attention_reach(name, a, element),

@@ -214,10 +214,10 @@ impl<
                 let [a, b, c, d] = low;
                 let [e, f, g, h] = high;
                 let sums = [a, b, c, d, e, f, g, h];
-                if p.splits <= 1 {
+                if place.splits <= 1 {
                     output.write(&p.attention, rows, row, column, state, sums);
                 } else {
-                    splits.leave(p, rows, place, row, column, sums);
+                    splits.leave(p, place, r, column, sums);
                     if column == 0 {
                         splits.leave_state(p, place, r, state);
                     }
@@ -238,7 +238,7 @@ impl<
         if mailbox.place.ranks > 1 {
             Self::finish_received::<L, T, N>(p, rows, mailbox, output, splits);
         }
-        if p.splits > 1 {
+        if mailbox.place.splits > 1 {
             Self::finish_splits::<L, T, N>(p, rows, mailbox, output, splits);
         }
     }
@@ -253,6 +253,7 @@ impl<
         output: Output<T>,
         splits: Splits,
     ) {
+        let place = mailbox.place;
         for i in Self::owned::<N>(mailbox) {
             let (r, column) = mailbox.column(i);
             let row = rows.row(r);
@@ -261,12 +262,12 @@ impl<
                 continue;
             }
             let (state, sums) = mailbox.sum::<N>(r, i);
-            if p.splits <= 1 {
+            if place.splits <= 1 {
                 output.write(&p.attention, rows, row, column, state, sums);
             } else {
-                splits.leave(p, rows, mailbox.place, row, column, sums);
+                splits.leave(p, place, r, column, sums);
                 if i == 0 || column == 0 {
-                    splits.leave_state(p, mailbox.place, r, state);
+                    splits.leave_state(p, place, r, state);
                 }
             }
         }
@@ -281,14 +282,14 @@ impl<
         output: Output<T>,
         splits: Splits,
     ) {
-        if mailbox.owned() > 0 && splits.arrive_last(p, mailbox.place, Mailbox::<D8>::flag()) {
+        if mailbox.owned() > 0 && splits.arrive_last(mailbox.place, Mailbox::<D8>::flag()) {
             for i in Self::owned::<N>(mailbox) {
                 let (r, column) = mailbox.column(i);
                 let row = rows.row(r);
                 if L::PADS && L::is_padding(&p.attention, column) {
                     continue;
                 }
-                let (state, sums) = splits.sum::<N>(p, rows, mailbox.place, r, row, column);
+                let (state, sums) = splits.sum::<N>(p, mailbox.place, r, column);
                 output.write(&p.attention, rows, row, column, state, sums);
             }
         }
@@ -344,8 +345,9 @@ impl<T: MmaElement> Output<T> {
     }
 }
 
-/// Scratch memory of the KV splits: partial columns (split, batch, query head, S, head size),
-/// partial states (split, cluster, rank, row), arrival counters (cluster, rank).
+/// Scratch memory of the KV splits: partial columns (split, cluster, row, head size), partial states
+/// (split, cluster, rank, row), arrival counters (cluster, rank). Where lengths divide the keys a
+/// part stands in place of split and cluster, and the counter is that of a sequence's first part.
 #[derive(Clone, Copy)]
 pub(super) struct Splits {
     pub columns: Global<f32>,
@@ -355,15 +357,14 @@ pub(super) struct Splits {
 
 impl Splits {
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn column_of(p: &DecodeParams, rows: &Rows, split: u32, row: Row, column: u32) -> usize {
-        let a = &p.attention;
-        let of_split = a.batch as usize * a.q_heads as usize * a.q_len as usize;
-        (split as usize * of_split + rows.index(a, row)) * a.head_size as usize + column as usize
+    fn column_of(p: &DecodeParams, place: Place, split: u32, r: u32, column: u32) -> usize {
+        let row = place.number(split) as usize * p.rows as usize + r as usize;
+        row * p.attention.head_size as usize + column as usize
     }
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn state_of(p: &DecodeParams, place: Place, split: u32, r: u32) -> usize {
-        let owner = (split * p.clusters + place.index) * place.ranks + place.rank;
+        let owner = place.number(split) * place.ranks + place.rank;
         owner as usize * p.rows as usize + r as usize
     }
 
@@ -372,13 +373,12 @@ impl Splits {
     fn leave<const N: usize>(
         self,
         p: &DecodeParams,
-        rows: &Rows,
         place: Place,
-        row: Row,
+        r: u32,
         column: u32,
         sums: [f32; N],
     ) {
-        let to = Self::column_of(p, rows, place.split, row, column);
+        let to = Self::column_of(p, place, place.split, r, column);
         if let Some([a, b, c, d, e, f, g, h]) = sums.map(f32::to_bits).first_chunk() {
             self.columns.store_vec(to, [*a, *b, *c, *d]);
             self.columns.store_vec(to + UNIT as usize / 2, [*e, *f, *g, *h]);
@@ -397,14 +397,14 @@ impl Splits {
     /// Counts this CTA's arrival among the splits that own the same columns. Returns true in the
     /// last CTA, which then sees what all splits stored.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn arrive_last(self, p: &DecodeParams, place: Place, flag: Shared<u32>) -> bool {
+    fn arrive_last(self, place: Place, flag: Shared<u32>) -> bool {
         sync_threads();
         if thread_idx() == 0 {
             let owner = (place.index * place.ranks + place.rank) as usize;
-            flag.store(0, self.arrivals.atomic_inc_acq_rel(owner, p.splits - 1));
+            flag.store(0, self.arrivals.atomic_inc_acq_rel(owner, place.splits - 1));
         }
         sync_threads();
-        flag.load(0) == p.splits - 1
+        flag.load(0) == place.splits - 1
     }
 
     /// The row's state over all splits, and the sums of the columns from `column` on.
@@ -412,15 +412,13 @@ impl Splits {
     fn sum<const N: usize>(
         self,
         p: &DecodeParams,
-        rows: &Rows,
         place: Place,
         r: u32,
-        row: Row,
         column: u32,
     ) -> (SoftmaxState, [f32; N]) {
-        sum_of(p.splits, |split| {
+        sum_of(place.splits, |split| {
             let state = self.states.load(Self::state_of(p, place, split, r));
-            let from = Self::column_of(p, rows, split, row, column);
+            let from = Self::column_of(p, place, split, r, column);
             let vector = |i| self.columns.load_vec(from + i as usize);
             (state, side_by_side(|i| self.columns.load(from + i as usize), vector))
         })

@@ -16,6 +16,8 @@ pub trait Layout: Copy {
     const MAY_BE_EMPTY: bool;
     /// Whether the launch may run beside another one, which attends to other sequences.
     const MAY_OVERLAP: bool;
+    /// Whether lengths may divide the keys of all sequences (`parts.rs`).
+    const DIVIDES: bool;
     /// Most rows of a tile, from a multiple of as many on, that are certain to be of one piece.
     const PIECE: u32;
     /// Whether heads may have fewer columns than tiles.
@@ -109,6 +111,7 @@ pub struct SideBySide;
 impl Layout for SideBySide {
     const MAY_BE_EMPTY: bool = false;
     const MAY_OVERLAP: bool = false;
+    const DIVIDES: bool = false;
     const PIECE: u32 = u32::MAX;
     type Spots = ();
 
@@ -227,6 +230,7 @@ const PIECES: usize = 4;
 impl Layout for Blocks {
     const MAY_BE_EMPTY: bool = true;
     const MAY_OVERLAP: bool = true;
+    const DIVIDES: bool = true;
     const MAY_LACK_ROWS: bool = true;
     const PIECE: u32 = 16;
     type Spots = [u32; PIECES];
@@ -371,6 +375,7 @@ pub struct Narrow<L> {
 impl<L: Layout> Layout for Narrow<L> {
     const MAY_BE_EMPTY: bool = L::MAY_BE_EMPTY;
     const MAY_OVERLAP: bool = L::MAY_OVERLAP;
+    const DIVIDES: bool = L::DIVIDES;
     const PIECE: u32 = L::PIECE;
     const PADS: bool = true;
     const MAY_LACK_ROWS: bool = L::MAY_LACK_ROWS;

@@ -71,7 +71,7 @@ impl Share {
         }
         let cached = if p.new_len > 0 { rows.seqlen.past } else { rows.seqlen.total };
         let old_end = span.some.end.min(cached);
-        let (ranks, index) = place.among(p);
+        let (ranks, index) = place.among();
         Self {
             span,
             old_end,
@@ -178,7 +178,7 @@ impl<
         place: Place,
         cache: &Cache<C, L, UNITS>,
     ) {
-        let (ranks, index) = place.among(p);
+        let (ranks, index) = place.among();
         let begin = (Self::team() * ranks + index) * Self::KEYS;
         let end = p.attention.capacity;
         let spots = Self::find(cache.layout, begin, end);
@@ -188,7 +188,7 @@ impl<
     /// Keys that ranks ask for ahead of their time, of all together.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn keys_ahead(p: &DecodeParams, place: Place) -> u32 {
-        if p.ahead != 0 { place.among(p).0 * Self::TEAMS * Self::KEYS } else { 0 }
+        if p.ahead != 0 { place.among().0 * Self::TEAMS * Self::KEYS } else { 0 }
     }
 
     /// Starts the first copies of the warp; `ahead` if its first keys are on their way. Returns

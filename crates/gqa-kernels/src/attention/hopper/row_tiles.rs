@@ -18,9 +18,8 @@ use crate::num::quotient;
 use crate::params::{AttentionParams, PagedHopperParams};
 use crate::simt::*;
 use crate::tile::pages::Sequences;
+use crate::tile::warp::{LANES, sum, sum_up_to};
 
-/// Sequences of a window.
-const LANES: u32 = 32;
 /// Bytes of a sequence's entry: its first token, new tokens, past length, and the inclusive prefix
 /// sum of work tiles in the window; where row tiles may be split also the parts of one, the
 /// inclusive prefix sum of parts of split ones, and the sequence's work tiles.
@@ -376,25 +375,4 @@ impl RowTiles {
         let [a, b, c, _] = ld_shared_vec(self.window + lane * SEQUENCE_BYTES + 16);
         [a, b, c]
     }
-}
-
-/// Sum over the first `lanes` lanes; the others must hold 0.
-#[cfg_attr(target_arch = "nvptx64", inline(always))]
-fn sum(mut value: u32, lanes: u32) -> u32 {
-    let mut mask = 1;
-    while mask < lanes {
-        value += shfl_xor_u32(value, mask);
-        mask *= 2;
-    }
-    shfl_idx_u32(value, 0)
-}
-
-/// Inclusive prefix sum over the lanes.
-#[cfg_attr(target_arch = "nvptx64", inline(always))]
-fn sum_up_to(lane: u32, mut value: u32) -> u32 {
-    for log in Rolled(0..LANES.ilog2(), 1) {
-        let other = shfl_idx_u32(value, lane.wrapping_sub(1 << log) % LANES);
-        value += if lane >> log > 0 { other } else { 0 };
-    }
-    value
 }

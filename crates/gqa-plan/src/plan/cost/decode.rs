@@ -1,5 +1,7 @@
 //! Chooses the cluster size, and the number of clusters that share a row tile's keys.
 
+use crate::plan::device::DeviceInfo;
+use crate::plan::family::Kernel;
 use gqa_kernels::attention::decode::MAX_RANKS;
 use gqa_kernels::params::AttentionParams;
 use gqa_kernels::tile::rows::row_tiles;
@@ -147,6 +149,50 @@ impl Shape {
             _ => device.tenths,
         };
         tenths.into()
+    }
+}
+
+/// The keys of the sequences of a call, whose lengths the host does not know.
+#[derive(Clone, Copy, Debug)]
+pub struct Lengths {
+    /// Row tiles of all sequences and KV heads, each of which reads its keys.
+    pub row_tiles: f64,
+    /// Most keys of a sequence.
+    pub longest: f64,
+    /// Most keys of a sequence in the mean: less than the longest has where the cache has no room
+    /// for as many of each.
+    pub mean: f64,
+    /// Bytes of a key and its value.
+    pub key_bytes: f64,
+}
+
+impl Lengths {
+    /// Whether dividing all keys into equal parts, of which the device runs so many `blocks` at a
+    /// time, ends sooner than the kernel's equal splits of each sequence, or hardly later. The
+    /// constants are fitted to measurements (`docs/perf-log.md`).
+    pub fn differ(self, kernel: &Kernel, blocks: u32, device: &DeviceInfo) -> bool {
+        /// Seconds until blocks have found their parts, and to merge.
+        const FIRST: f64 = 7e-6;
+        /// Seconds that each wave of blocks behind the first adds.
+        const LATER: f64 = 3e-6;
+        /// What may be lost where lengths do not differ.
+        const LOSS: f64 = 1.015;
+        let streaming = 0.9 * device.bandwidth;
+        let of_keys = |keys: f64| self.row_tiles * keys * self.key_bytes / streaming;
+        // What a CTA alone streams of it, in parts of an SM's share.
+        let alone = if kernel.entry.min_blocks > 1 { 1.1 } else { 1.78 };
+        let ctas = f64::from(kernel.cluster * kernel.splits);
+        let longest = self.longest / ctas * self.key_bytes / streaming
+            * f64::from(device.multiprocessors)
+            / alone;
+        let mean = of_keys(self.mean);
+        let waves = self.row_tiles / f64::from(blocks);
+        let at_a_time = f64::from(device.multiprocessors * kernel.entry.min_blocks);
+        let split = match self.row_tiles * ctas <= at_a_time {
+            true => mean.max(longest),
+            false => mean + longest / 4.0,
+        };
+        mean + FIRST + LATER * (waves - 1.0).max(0.0) <= LOSS * split
     }
 }
 

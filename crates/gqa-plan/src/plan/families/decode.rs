@@ -292,10 +292,11 @@ fn shape(call: &Call<'_>, entry: &'static Entry) -> Result<Kernel, Rejection> {
             let Shape { ranks, splits, together } =
                 fastest(&params, entry.rows, p.most_keys(), gpu);
             let entry = half.filter(|_| together == 2).unwrap_or(entry);
-            Kernel { entry, splits, cluster: ranks }
+            Kernel { cluster: ranks, ..Kernel::split(entry, splits) }
         }
         (cluster, splits) => {
-            Kernel { entry, splits: splits.unwrap_or(1), cluster: cluster.unwrap_or(1) }
+            let split = Kernel::split(entry, splits.unwrap_or(1));
+            Kernel { cluster: cluster.unwrap_or(1), ..split }
         }
     };
     has_grid(p, &kernel)?;
@@ -320,7 +321,8 @@ fn has_grid(p: &Problem, kernel: &Kernel) -> Result<(), Rejection> {
 /// Errs where so many blocks share keys that they do not need splits.
 fn has_counters(params: &AttentionParams, kernel: &Kernel) -> Result<(), Rejection> {
     const MAX: usize = 1 << 16;
-    let need = decode::arrivals(params, kernel.entry.rows, kernel.cluster, kernel.splits);
+    let clusters = decode::clusters(params, kernel.entry.rows);
+    let need = if kernel.splits > 1 { clusters as usize * kernel.cluster as usize } else { 0 };
     if need > MAX { Err(Rejection::Counters { need, max: MAX }) } else { Ok(()) }
 }
 
@@ -388,7 +390,7 @@ pub(super) fn step_params(
         ahead: u32::from(asks_ahead(p, kernel, appends && p.new_len > 0)),
         scales: scales(p),
         format: format(p),
-        reserved: 0,
+        parts: kernel.parts,
         attention,
     })
 }
@@ -430,12 +432,12 @@ pub(super) fn bound(
 /// Scratch for splits of the keys, if there are several: their output, their states, and the
 /// counters by which their clusters find each other.
 fn partials(kernel: &Kernel, job: Job<'_>, params: &DecodeParams) -> Result<[Arg; 3]> {
-    let Kernel { entry, splits, cluster } = *kernel;
-    if splits == 1 {
+    let Kernel { splits, cluster, parts, .. } = *kernel;
+    if splits == 1 && parts == 0 {
         return Ok([Arg::Null; 3]);
     }
     let (out, states) = decode::partial_elements(params, cluster);
-    let counters = decode::arrivals(&params.attention, entry.rows, cluster, splits);
+    let counters = decode::arrivals(params, cluster);
     Ok([
         job.scratch.take(out, size_of::<f32>())?,
         job.scratch.take(states, size_of::<[f32; 2]>())?,
@@ -449,7 +451,7 @@ fn partials(kernel: &Kernel, job: Job<'_>, params: &DecodeParams) -> Result<[Arg
 /// (`docs/perf-log.md`). A block table says nothing of keys that there are not: whose rows those
 /// would be, the others' appends may be among.
 fn asks_ahead(p: &Problem, kernel: &Kernel, appends: bool) -> bool {
-    let Kernel { entry, splits, cluster } = *kernel;
+    let Kernel { entry, splits, cluster, .. } = *kernel;
     let row_tiles = p.packed_rows().div_ceil(entry.rows as usize);
     let is_alone = splits == 1 && row_tiles == 1;
     let most_ahead = (cluster * entry.threads / 32 * entry.keys) as usize;

@@ -3,6 +3,7 @@
 use super::decode;
 use crate::plan::TensorId;
 use crate::plan::build::{launch, page_steps, pages_strides, tensor, u32_of};
+use crate::plan::cost::decode::Lengths;
 use crate::plan::decision::Rejection;
 use crate::plan::family::{Call, Family, FusedPrologue, Job, Kernel};
 use crate::plan::launch::{Arg, Launch};
@@ -50,6 +51,47 @@ pub(super) fn choose(module: registry::Family, call: &Call<'_>) -> Result<Kernel
     }
     requirements::blocks_of(call.problem, Blocks::PIECE)?;
     decode::choose(module, call)
+}
+
+/// The same step with the keys of all sequences in parts, by the lengths that the device finds,
+/// where that ends sooner than equal splits of each, or little later at worst.
+pub(in crate::plan) fn in_parts(kernel: &Kernel, call: &Call<'_>) -> Option<Kernel> {
+    /// What a grid has room for.
+    const MOST: usize = 65_535;
+    let (p, device, options) = (call.problem, call.device, call.options);
+    let is_forced = options.splits.is_some() || options.cluster.is_some() || call.forced.is_some();
+    if is_forced || !(2..=kernels::MOST_DIVIDED as usize).contains(&p.batch) {
+        return None;
+    }
+    let entry = decode::in_halves(kernel, device).unwrap_or(*kernel).entry;
+    if !kernels::divides(entry.head_size, p.quantized.is_some()) {
+        return None;
+    }
+    let columns = p.kv_heads.checked_mul(p.packed_rows().div_ceil(entry.rows as usize))?;
+    let blocks = device.multiprocessors * entry.min_blocks;
+    let parts = blocks as usize / columns;
+    let tiles = p.batch.checked_mul(p.total_len.div_ceil(entry.keys as usize))?;
+    let fits = (1..=MOST).contains(&parts) && columns <= MOST && tiles <= i32::MAX as usize;
+    let pays = || Lengths::of(p, columns)?.differ(kernel, blocks, device).then_some(());
+    if fits { pays().map(|()| Kernel::in_parts(entry, parts as u32)) } else { None }
+}
+
+impl Lengths {
+    /// Those of a call whose row tiles are so many to a sequence. There are no more keys than the
+    /// cache has rows.
+    fn of(p: &Problem, columns: usize) -> Option<Self> {
+        let pages = p.pages?;
+        let rows = pages.blocks.saturating_mul(pages.block_size);
+        let seen =
+            p.window.map_or(p.total_len, |window| p.total_len.min(window.saturating_add(p.q_len)));
+        let [.., width] = p.key_cache_shape(0);
+        Some(Self {
+            row_tiles: p.batch.saturating_mul(columns) as f64,
+            longest: seen as f64,
+            mean: (rows as f64 / p.batch as f64).min(seen as f64),
+            key_bytes: (2 * width * p.key_cache_dtype().size()) as f64,
+        })
+    }
 }
 
 pub(super) fn launches(kernel: &Kernel, job: Job<'_>) -> Result<Vec<Launch>> {
