@@ -1512,7 +1512,7 @@ fn lengths_divide_the_keys_of_steps() {
     assert_eq!(few, (33, [8, 33, 1], 8 * 2 * 33));
     // More sequences than places, and parts of split ones.
     let many = parts(&step(64, 30_000, 4000), &off);
-    assert_eq!(many, (33, [8, 64 + 2 * 33, 1], 8 * 2 * 33));
+    assert_eq!(many, (33, [8, 64 + 33, 1], 8 * 2 * 33));
     // All may be as long as the longest, keys are few, there is nothing to divide, or the caller
     // says how.
     let forced = PlanOptions { splits: Some(2), ..PlanOptions::default() };
@@ -2180,7 +2180,7 @@ fn step_reach(name: &str, p: &DecodeParams, launch: &Launch, element: usize) -> 
     let columns = p.clusters / a.batch;
     let [owners, results] = if p.parts > 0 {
         let places = columns * 2 * p.parts;
-        let most = if 2 * a.batch <= p.parts { p.parts } else { a.batch + 2 * p.parts };
+        let most = if 2 * a.batch <= p.parts { p.parts } else { a.batch + p.parts };
         assert_eq!(launch.grid, [a.kv_heads, most, columns / a.kv_heads]);
         assert_eq!(launch.cluster, 1);
         [places, places]

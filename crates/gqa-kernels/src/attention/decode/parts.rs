@@ -42,10 +42,11 @@ pub const fn divides(head_size: u32, is_quantized: bool) -> bool {
     head_size < 256 || !is_quantized
 }
 
-/// Most parts of a KV head and row tile.
+/// Most parts of a KV head and row tile. A sequence that is split into parts of a share has fewer
+/// more of them than it has shares, and there are as many shares as places.
 pub(super) fn most(p: &DecodeParams) -> u32 {
     let (places, sequences) = (p.parts, p.attention.batch);
-    if 2 * sequences <= places { places } else { sequences + PER_PLACE * places }
+    if 2 * sequences <= places { places } else { sequences + places }
 }
 
 /// Partial results that scratch memory has room for, of all KV heads and row tiles.
