@@ -18,13 +18,38 @@
 /// that is of another type than `T`, and `exact_sums` where a family has a kernel for log-sum-exp
 /// apart.
 /// Tensor maps come first, numbered from 0, `[q 0, k 1]`, then pointer arguments, the by-value
-/// parameter struct last. What all rows have in common may come before them: `each { head_size, …
+/// parameter struct last. `seqlens_k: i32` stands for all tensors that say how long sequences are
+/// (`entries!`). What all rows have in common may come before them: `each { head_size, …
 /// }, { NAME => BODY, T = TYPE; }`.
 macro_rules! kernels {
     ($table:ident, $family:ident: $role:ident, $feature:literal, $args:tt, each $spec:tt, { $($(#[$meta:meta])* $name:ident => $body:expr, $t:ident = $ty:ty;)* }) => {
         kernels!($table, $family: $role, $feature, $args, { $($(#[$meta])* $name => $body, $t = $ty, $spec;)* });
     };
-    ($table:ident, $family:ident: $role:ident, $feature:literal, $args:tt, { $($(#[$meta:meta])* $name:ident => $body:expr, $t:ident = $ty:ty, $spec:tt;)* }) => {
+    ($table:ident, $family:ident: $role:ident, $feature:literal, ([$($map:tt)*] $($args:tt)*), { $($rows:tt)* }) => {
+        entries!({} {} [$($args)*] ([$($map)*] $table, $family: $role, $feature, { $($rows)* }));
+    };
+    ($table:ident, $family:ident: $role:ident, $feature:literal, ($($args:tt)*), { $($rows:tt)* }) => {
+        entries!({} {} [$($args)*] ([] $table, $family: $role, $feature, { $($rows)* }));
+    };
+}
+
+/// The entries of a table. First it goes through the arguments, and collects the pointers of an
+/// entry and what the kernel takes: the tensors of lengths are separate pointers, which the kernel
+/// takes as `Seqlens`.
+macro_rules! entries {
+    ({ $($pointers:tt)* } { $($taken:tt)* } [seqlens_k: i32 $($more:tt)*] $table:tt) => {
+        entries!({ $($pointers)* seqlens_k: i32, } { $($taken)* crate::tile::seqlens::Seqlens::new(seqlens_k), } [$($more)*] $table);
+    };
+    ({ $($pointers:tt)* } { $($taken:tt)* } [$arg:ident: $ty:tt $($more:tt)*] $table:tt) => {
+        entries!({ $($pointers)* $arg: $ty, } { $($taken)* $arg, } [$($more)*] $table);
+    };
+    ($pointers:tt $taken:tt [, $($more:tt)*] $table:tt) => {
+        entries!($pointers $taken [$($more)*] $table);
+    };
+    ($pointers:tt $taken:tt [; $p:ident: $pty:ty] ($maps:tt $table:ident, $family:ident: $role:ident, $feature:literal, $rows:tt)) => {
+        entries!(@table $table, $family: $role, $feature, ($maps $pointers $taken $p: $pty), $rows);
+    };
+    (@table $table:ident, $family:ident: $role:ident, $feature:literal, $args:tt, { $($(#[$meta:meta])* $name:ident => $body:expr, $t:ident = $ty:ty, $spec:tt;)* }) => {
         $(
             $(#[$meta])*
             #[cfg(all(target_arch = "nvptx64", feature = $feature))]
@@ -43,27 +68,21 @@ macro_rules! kernels {
 
 #[cfg(target_arch = "nvptx64")]
 macro_rules! device_entry {
-    ($name:ident, $body:expr, ($($arg:ident: $aty:ty),* ; $p:ident: $pty:ty)) => {
-        device_entry!($name, $body, ([] $($arg: $aty),* ; $p: $pty));
-    };
-    ($name:ident, $body:expr, ([$($map:ident $i:literal),*] $($arg:ident: $aty:ty),* ; $p:ident: $pty:ty)) => {
+    ($name:ident, $body:expr, ([$($map:ident $i:literal),*] { $($arg:ident: $aty:ty,)* } { $($taken:expr,)* } $p:ident: $pty:ty)) => {
         #[unsafe(no_mangle)]
         unsafe extern "ptx-kernel" fn $name($($map: crate::simt::TensorMapParam,)* $($arg: crate::simt::Global<$aty>,)* $p: $pty) {
             $(
                 let _ = $map;
                 let $map = crate::simt::tensor_map_param!($name, $i);
             )*
-            $body($($map,)* $($arg,)* $p)
+            $body($($map,)* $($taken,)* $p)
         }
     };
 }
 
 #[cfg(not(target_arch = "nvptx64"))]
 macro_rules! host_entry {
-    ($name:ident, $body:expr, $t:ident = $ty:ty, $family:ident: $role:ident, $feature:literal, ($($arg:ident: $aty:ty),* ; $p:ident: $pty:ty), $spec:tt) => {
-        host_entry!($name, $body, $t = $ty, $family: $role, $feature, ([] $($arg: $aty),* ; $p: $pty), $spec)
-    };
-    ($name:ident, $body:expr, $t:ident = $ty:ty, $family:ident: $role:ident, $feature:literal, ([$($map:ident $i:literal),*] $($arg:ident: $aty:ty),* ; $p:ident: $pty:ty),
+    ($name:ident, $body:expr, $t:ident = $ty:ty, $family:ident: $role:ident, $feature:literal, ([$($map:ident $i:literal),*] { $($arg:ident: $aty:ty,)* } { $($taken:expr,)* } $p:ident: $pty:ty),
      { head_size: $head:expr, rows: $rows:expr, keys: $keys:expr, threads: $threads:expr, min_blocks: $min_blocks:expr, shared: $shared:expr, hot: $hot:expr, min_sm: $sm:expr
        $(, cluster: $cluster:expr)? $(, pads: $pads:expr)? $(, communicates: $communicates:expr)? $(, formats: $formats:expr)? $(, output: $output:ident)? $(, exact_sums: $exact_sums:literal)? }) => {
         crate::registry::Entry {
@@ -101,7 +120,7 @@ macro_rules! host_entry {
                     $(let $map = arguments.tensor_map(next.next().unwrap_or_default());)*
                     $(let $arg: crate::simt::Global<$aty> = arguments.global(next.next().unwrap_or_default());)*
                     let $p: $pty = arguments.params(next.next().unwrap_or_default());
-                    $body($($map,)* $($arg,)* $p)
+                    $body($($map,)* $($taken,)* $p)
                 }
                 simulate
             },

@@ -24,7 +24,6 @@
 
 use super::out::OutElement;
 use super::split_kv::MAX_SPLITS;
-use crate::concept::seqlen::Seqlen;
 use crate::concept::softmax::{LOG2_E, SoftmaxState};
 use crate::num::MmaElement;
 use crate::params::AttentionParams;
@@ -34,6 +33,7 @@ use crate::simt::{
 };
 use crate::tile::copy::UNIT;
 use crate::tile::rows::close;
+use crate::tile::seqlens::Seqlens;
 
 /// Threads of a CTA.
 pub const THREADS: u32 = 32 * WARPS;
@@ -94,16 +94,16 @@ fn has_few_splits(p: &AttentionParams) -> bool {
 pub fn combine<T: MmaElement, O: OutElement>(
     partial_out: Global<f32>,
     partial_lse: Global<f32>,
-    seqlens_k: Global<i32>,
+    seqlens: Seqlens,
     head_sink: Global<T>,
     out: Global<O>,
     lse: Global<f32>,
     p: AttentionParams,
 ) {
     if has_few_splits(&p) {
-        combine_rows::<T, O, true>(&p, partial_out, partial_lse, seqlens_k, head_sink, out, lse);
+        combine_rows::<T, O, true>(&p, partial_out, partial_lse, seqlens, head_sink, out, lse);
     } else {
-        combine_rows::<T, O, false>(&p, partial_out, partial_lse, seqlens_k, head_sink, out, lse);
+        combine_rows::<T, O, false>(&p, partial_out, partial_lse, seqlens, head_sink, out, lse);
     }
 }
 
@@ -113,7 +113,7 @@ fn combine_rows<T: MmaElement, O: OutElement, const IS_WARP: bool>(
     p: &AttentionParams,
     partial_out: Global<f32>,
     partial_lse: Global<f32>,
-    seqlens_k: Global<i32>,
+    seqlens: Seqlens,
     head_sink: Global<T>,
     out: Global<O>,
     lse: Global<f32>,
@@ -127,8 +127,7 @@ fn combine_rows<T: MmaElement, O: OutElement, const IS_WARP: bool>(
     while index < rows {
         let (s, head) = (index % q_len, index / q_len % q_heads);
         let (batch, place) = (index / q_len / q_heads, index as usize);
-        let last_index = seqlens_k.load(batch as usize);
-        let seqlen = Seqlen::new(last_index, p.q_len, p.capacity, p.first_prompt != 0);
+        let seqlen = seqlens.get(batch, p);
 
         let (state, shares) = weigh(p, partial_lse.offset(place), rows as usize);
         let (factor, log_sum_exp) = close(p, seqlen.is_token(s), head, head_sink, state);

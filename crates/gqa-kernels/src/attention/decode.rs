@@ -101,15 +101,17 @@ pub use parts::{MOST_DIVIDED, divides};
 pub use products::{Mma, Products, Wgmma};
 pub use quantized::{Codes, Coding};
 
+use crate::concept::seqlen::Lengths;
 use crate::num::MmaElement;
 use crate::params::{AttentionParams, DecodeParams, overlap};
 use crate::simt::{
-    Global, block_idx_x, block_idx_y, block_idx_z, cluster_arrive, cluster_rank, cluster_size,
+    block_idx_x, block_idx_y, block_idx_z, cluster_arrive, cluster_rank, cluster_size,
     cluster_wait, cp_async_commit, grid_dependency_wait, lane, launch_dependents, opaque,
-    shfl_idx_u32, sync_threads,
+    sync_threads,
 };
 use crate::tile::copy::wait_for_all_but;
 use crate::tile::rows::{Rows, row_tiles};
+use crate::tile::seqlens::Seqlens;
 use crate::tile::swizzle::{Swizzled, chunked_bytes, swizzled_bytes};
 use cached::{Block, ScaleStaging};
 use core::marker::PhantomData;
@@ -462,7 +464,7 @@ impl<
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn step<C: Cached, L: Layout>(
         new_tokens: NewTokens<C>,
-        seqlens_k: Global<i32>,
+        seqlens: Seqlens,
         layout: L,
         output: Output<C::Element>,
         splits: Splits,
@@ -480,7 +482,7 @@ impl<
             Self::wait_for_launch_before(place);
         }
         let place = if Self::divides::<L>(&p) {
-            let Some(part) = Self::part_of(&p, layout, seqlens_k) else { return };
+            let Some(part) = Self::part_of(&p, layout, seqlens) else { return };
             part
         } else {
             place
@@ -488,7 +490,7 @@ impl<
         if Self::keeps_place::<L>() {
             Self::keep(place);
         }
-        let asked = Self::ask_length(seqlens_k, place);
+        let asked = Self::ask_length(seqlens, place);
         let a = &p.attention;
         let mut rows = Self::rows(a, place, layout);
         if L::MAY_BE_EMPTY && rows.count() == 0 {
@@ -525,7 +527,7 @@ impl<
         if !cache_first {
             Self::ask_queries::<_, H::Over<L>>(&opening, &rows);
         }
-        rows.seqlen = layout.seqlen(a, &rows, Self::length(asked));
+        rows.seqlen = layout.seqlen(a, &rows, Self::length(seqlens, asked));
         let share = Share::new::<H::Over<L>>(&p, &rows, place, Self::KEYS, tree);
         let (rotations, lacks_rows) = if cache_first {
             Self::ask_cache_first(&opening, &rows, &share, &cache)
@@ -699,17 +701,17 @@ impl<
     /// Asks for the index of the sequence's last token; one lane for all where first keys are sent
     /// for before it is there.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn ask_length(seqlens_k: Global<i32>, place: Place) -> u32 {
+    fn ask_length(seqlens: Seqlens, place: Place) -> Lengths {
         let asks = !Self::ASKS_AHEAD || lane() == 0;
-        if asks { seqlens_k.load(place.batch as usize) as u32 } else { 0 }
+        if asks { seqlens.load(place.batch) } else { Lengths::default() }
     }
 
     /// What was asked for. The lane that has it tells the others here and not before: what they
     /// compute of a load of their own the assembler moves up, and they would wait for it ahead of
     /// the keys that need no length.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn length(asked: u32) -> i32 {
-        (if Self::ASKS_AHEAD { shfl_idx_u32(asked, 0) } else { asked }) as i32
+    fn length(seqlens: Seqlens, asked: Lengths) -> Lengths {
+        if Self::ASKS_AHEAD { seqlens.of_lane_0(asked) } else { asked }
     }
 
     /// Waits for the launch before this one, and lets the next one take the places of blocks that

@@ -48,6 +48,7 @@ use crate::simt::{
     Global, Shared, block_idx_x, fma, grid_dim_x, lane, max, opaque, shfl_xor_f32, sync_threads,
     sync_warp, thread_idx, warp,
 };
+use crate::tile::seqlens::Seqlens;
 
 const WARPS: u32 = 4;
 /// Packed rows of a warp.
@@ -99,7 +100,7 @@ pub fn general<T: Element, O: Element>(
     q: Global<T>,
     k: Global<T>,
     v: Global<T>,
-    seqlens_k: Global<i32>,
+    seqlens: Seqlens,
     bias: Global<T>,
     mask: Global<u8>,
     head_sink: Global<T>,
@@ -114,7 +115,7 @@ pub fn general<T: Element, O: Element>(
     let tiles = tiles(p);
     let mut tile = block_idx_x() as u64;
     while tile < tiles {
-        call.attend(&Tile::new(tile, seqlens_k, masked));
+        call.attend(&Tile::new(tile, seqlens, masked));
         tile += grid_dim_x() as u64;
     }
 }
@@ -140,7 +141,7 @@ struct Row {
 impl Tile {
     /// Tile number `tile`. Late rows come first: with a causal mask they take longest.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn new(tile: u64, seqlens_k: Global<i32>, masked: &MaskedParams) -> Self {
+    fn new(tile: u64, seqlens: Seqlens, masked: &MaskedParams) -> Self {
         let p = &masked.attention;
         let (per_head, kv_heads) = (tiles_per_head(p).max(1), p.kv_heads.max(1));
         let head = tile / per_head as u64;
@@ -150,7 +151,7 @@ impl Tile {
             kv_head: (head % kv_heads as u64) as u32,
             first_row: (per_head - 1 - (tile % per_head as u64) as u32) * ROWS,
             group: Group::new(p.q_heads, p.kv_heads),
-            band: Band::new(seqlens_k.load(batch as usize), masked),
+            band: Band::new(seqlens.load(batch), masked),
             q_len: p.q_len,
         }
     }

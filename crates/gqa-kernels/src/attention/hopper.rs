@@ -91,6 +91,7 @@ use crate::params::{
     QuantizedHopperParams, QuantizedPagedHopperParams,
 };
 use crate::simt::*;
+use crate::tile::seqlens::Seqlens;
 use consumer::{Consumer, Pointers, Steps};
 use float8::Scales as Float8Scales;
 use mask::Mask;
@@ -140,7 +141,7 @@ impl<
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn attend<T: MmaElement, P: Steps, K: CacheScales>(
         [q, k, v]: [TensorMap; 3],
-        seqlens_k: Global<i32>,
+        seqlens: Seqlens,
         pointers: Pointers<T>,
         counter: Global<u32>,
         p: &AttentionParams,
@@ -191,7 +192,7 @@ impl<
             if let Some(pages) = pages.filter(|_| warp() == 0) {
                 pages::load_keys_and_values::<Self>(base, k, v, pages, counter, p);
             } else if thread_idx() == 0 {
-                producer::load_keys_and_values::<Self>(base, k, v, seqlens_k, counter, columns, p);
+                producer::load_keys_and_values::<Self>(base, k, v, seqlens, counter, columns, p);
             } else if thread_idx() == 32 {
                 producer::load_queries::<Self>(base, q, pages.map(|pages| pages.packing));
             } else if warp() >= 2 {
@@ -201,7 +202,7 @@ impl<
                 if warp() == 2 {
                     match pages {
                         None => {
-                            producer::clear_unseeing::<T, Self>(seqlens_k, pointers.to, columns, p);
+                            producer::clear_unseeing::<T, Self>(seqlens, pointers.to, columns, p);
                         }
                         // A token sees at least itself, and packed tokens have no padding: nothing
                         // to clear.
@@ -240,7 +241,7 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
         v: TensorMap,
         cos: Global<T>,
         sin: Global<T>,
-        seqlens_k: Global<i32>,
+        seqlens: Seqlens,
         head_sink: Global<T>,
         out: Global<T>,
         lse: Global<f32>,
@@ -251,7 +252,7 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
         let rotation = Some(Rotation { cos, sin, params: rotary });
         let to = Destination { out, quantized: None, partial_out: lse, lse };
         let pointers = Pointers { mask: None, rotation, pages: None, scales: None, head_sink, to };
-        Self::attend::<T, T, ()>([q, k, v], seqlens_k, pointers, counter, &attention, (), |_| ());
+        Self::attend::<T, T, ()>([q, k, v], seqlens, pointers, counter, &attention, (), |_| ());
     }
 
     /// `run` with e4m3 output: stored output = true output / `out_scale`.
@@ -262,7 +263,7 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
         v: TensorMap,
         cos: Global<T>,
         sin: Global<T>,
-        seqlens_k: Global<i32>,
+        seqlens: Seqlens,
         head_sink: Global<T>,
         out: Global<e4m3>,
         out_scale: Global<f32>,
@@ -275,7 +276,7 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
         let quantized = Some(Quantized { out, scale: out_scale });
         let to = Destination { out: Global::null(), quantized, partial_out: lse, lse };
         let pointers = Pointers { mask: None, rotation, pages: None, scales: None, head_sink, to };
-        Self::attend::<T, T, ()>([q, k, v], seqlens_k, pointers, counter, &attention, (), |_| ());
+        Self::attend::<T, T, ()>([q, k, v], seqlens, pointers, counter, &attention, (), |_| ());
     }
 
     /// The kernel for a paged KV cache: k and v are (block, row, KV head, head size), and
@@ -341,7 +342,7 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
         let rotation = Some(Rotation { cos, sin, params: p.hopper.rotary });
         let to =
             Destination { out, quantized: None, partial_out: Global::null(), lse: Global::null() };
-        let lengths = pages.sequences.past_seqlens;
+        let lengths = Seqlens::of_pages(pages.sequences.past_seqlens);
         let pages = Some(pages);
         let pointers = Pointers { mask: None, rotation, pages, scales: None, head_sink, to };
         Self::attend::<T, T, ()>(maps, lengths, pointers, counter, &p.hopper.attention, (), |_| ());
@@ -361,7 +362,7 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
         v: TensorMap,
         row_factors: Global<f32>,
         v_scale: Global<f32>,
-        seqlens_k: Global<i32>,
+        seqlens: Seqlens,
         head_sink: Global<T>,
         out: Global<T>,
         counter: Global<u32>,
@@ -375,7 +376,7 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
         let pointers = Pointers { mask: None, rotation: None, pages: None, scales, head_sink, to };
         Self::attend::<T, Float8, ()>(
             [q, k, v],
-            seqlens_k,
+            seqlens,
             pointers,
             counter,
             &p.attention,
@@ -399,7 +400,7 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
         sin: Global<T>,
         k_scale: Global<f32>,
         v_scale: Global<f32>,
-        seqlens_k: Global<i32>,
+        seqlens: Seqlens,
         head_sink: Global<T>,
         out: Global<T>,
         lse: Global<f32>,
@@ -414,7 +415,7 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
         let pointers = Pointers { mask: None, rotation, pages: None, scales: None, head_sink, to };
         Self::attend_quantized::<T, FLOAT8_KEYS>(
             [q, k, v],
-            (seqlens_k, counter),
+            (seqlens, counter),
             pointers,
             &attention,
             scales,
@@ -451,7 +452,7 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
         let pointers = Pointers { mask: None, rotation, pages, scales: None, head_sink, to };
         Self::attend_quantized::<T, FLOAT8_KEYS>(
             [q, k, v],
-            (past_seqlens, counter),
+            (Seqlens::of_pages(past_seqlens), counter),
             pointers,
             &p.paged.hopper.attention,
             scales,
@@ -462,7 +463,7 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn attend_quantized<T: MmaElement, const FLOAT8_KEYS: bool>(
         maps: [TensorMap; 3],
-        (lengths, counter): (Global<i32>, Global<u32>),
+        (lengths, counter): (Seqlens, Global<u32>),
         pointers: Pointers<T>,
         p: &AttentionParams,
         scales: Scales,
@@ -488,7 +489,7 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
         q: TensorMap,
         k: TensorMap,
         v: TensorMap,
-        seqlens_k: Global<i32>,
+        seqlens: Seqlens,
         head_sink: Global<T>,
         out: Global<T>,
         lse: Global<f32>,
@@ -498,7 +499,7 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
         let to = Destination { out, quantized: None, partial_out: lse, lse };
         let pointers =
             Pointers { mask: None, rotation: None, pages: None, scales: None, head_sink, to };
-        Self::attend::<T, T, ()>([q, k, v], seqlens_k, pointers, counter, &p, (), |_| ());
+        Self::attend::<T, T, ()>([q, k, v], seqlens, pointers, counter, &p, (), |_| ());
     }
 }
 
@@ -511,7 +512,7 @@ impl<const D: u32, const N: u32, const G: u32, const C: usize, const W: usize, c
         q: TensorMap,
         k: TensorMap,
         v: TensorMap,
-        seqlens_k: Global<i32>,
+        seqlens: Seqlens,
         head_sink: Global<T>,
         out: Global<T>,
         partial_out: Global<f32>,
@@ -522,7 +523,7 @@ impl<const D: u32, const N: u32, const G: u32, const C: usize, const W: usize, c
         let to = Destination { out, quantized: None, partial_out, lse: partial_lse };
         let pointers =
             Pointers { mask: None, rotation: None, pages: None, scales: None, head_sink, to };
-        Self::attend::<T, T, ()>([q, k, v], seqlens_k, pointers, counter, &p, (), |_| ());
+        Self::attend::<T, T, ()>([q, k, v], seqlens, pointers, counter, &p, (), |_| ());
     }
 }
 
@@ -536,7 +537,7 @@ impl<const D: u32, const N: u32, const G: u32, const C: usize, const W: usize, c
         k: TensorMap,
         v: TensorMap,
         tiles: TensorMap,
-        seqlens_k: Global<i32>,
+        seqlens: Seqlens,
         bias: Global<T>,
         head_sink: Global<T>,
         out: Global<T>,
@@ -547,7 +548,7 @@ impl<const D: u32, const N: u32, const G: u32, const C: usize, const W: usize, c
         let mask = Some(Mask::new(tiles, bias, &p));
         let to = Destination { out, quantized: None, partial_out: lse, lse };
         let pointers = Pointers { mask, rotation: None, pages: None, scales: None, head_sink, to };
-        Self::attend::<T, T, ()>([q, k, v], seqlens_k, pointers, counter, &p.attention, (), |_| ());
+        Self::attend::<T, T, ()>([q, k, v], seqlens, pointers, counter, &p.attention, (), |_| ());
     }
 }
 

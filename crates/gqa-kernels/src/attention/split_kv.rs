@@ -47,6 +47,7 @@ use crate::tile::copy::{UNIT, to_unit, wait_for_all_but};
 use crate::tile::fragment::{Fragments, column_of, row_of, zeros};
 use crate::tile::padded::{Team, Tile, accumulate, scores, tile_bytes};
 use crate::tile::rows::{Row, Rows, close, row_tiles};
+use crate::tile::seqlens::Seqlens;
 use crate::tile::softmax::{ScoreScale, States, mask, to_log2, total, weigh, weigh_plain};
 
 /// Packed query rows of a CTA.
@@ -139,7 +140,7 @@ impl<const D8: usize, const STAGES: u32> SplitKv<D8, STAGES, false> {
         q: Global<T>,
         k: Global<T>,
         v: Global<T>,
-        seqlens_k: Global<i32>,
+        seqlens: Seqlens,
         head_sink: Global<T>,
         out: Global<T>,
         lse: Global<f32>,
@@ -148,7 +149,7 @@ impl<const D8: usize, const STAGES: u32> SplitKv<D8, STAGES, false> {
         p: AttentionParams,
     ) {
         let tensors = [q, k, v, head_sink, out];
-        Self::block(&p, seqlens_k, None, tensors, [lse, partial_out, partial_lse]);
+        Self::block(&p, seqlens, None, tensors, [lse, partial_out, partial_lse]);
     }
 }
 
@@ -159,7 +160,7 @@ impl<const D8: usize, const STAGES: u32> SplitKv<D8, STAGES, true> {
         q: Global<T>,
         k: Global<T>,
         v: Global<T>,
-        seqlens_k: Global<i32>,
+        seqlens: Seqlens,
         bias: Global<T>,
         mask: Global<u8>,
         head_sink: Global<T>,
@@ -171,7 +172,7 @@ impl<const D8: usize, const STAGES: u32> SplitKv<D8, STAGES, true> {
     ) {
         let bias = Some(Bias::new(bias, mask, &p));
         let tensors = [q, k, v, head_sink, out];
-        Self::block(&p.attention, seqlens_k, bias, tensors, [lse, partial_out, partial_lse]);
+        Self::block(&p.attention, seqlens, bias, tensors, [lse, partial_out, partial_lse]);
     }
 }
 
@@ -200,13 +201,13 @@ impl<const D8: usize, const STAGES: u32, const MASKED: bool> SplitKv<D8, STAGES,
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn block<T: MmaElement>(
         p: &AttentionParams,
-        seqlens_k: Global<i32>,
+        seqlens: Seqlens,
         bias: Option<Bias<T>>,
         [q, k, v, head_sink, out]: [Global<T>; 5],
         [lse, partial_out, partial_lse]: [Global<f32>; 3],
     ) {
         let heads = (p.kv_heads * p.batch).max(1);
-        let rows = Rows::new(p, seqlens_k, block_idx_x() / heads, block_idx_x() % heads, ROWS);
+        let rows = Rows::new(p, seqlens, block_idx_x() / heads, block_idx_x() % heads, ROWS);
         let queries = Tile::<T, D8>::at(0);
         Team::<D8, THREADS>::new(thread_idx()).gather(queries, ROWS, q, p.head_size, |r| {
             let row = rows.row(r);

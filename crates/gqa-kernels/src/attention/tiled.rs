@@ -62,6 +62,7 @@ use crate::tile::bias::Bias;
 use crate::tile::fragment::{accumulate, left_operands, row_of, scores, scores_at, store, zeros};
 use crate::tile::pages;
 use crate::tile::rows::{Row, Rows, close_all, row_tiles};
+use crate::tile::seqlens::Seqlens;
 use crate::tile::softmax::{
     ScoreScale, States, hide, mask, to_log2, weigh_plain, weigh_with_slack,
 };
@@ -138,13 +139,13 @@ impl<const M: usize, const D8: usize, const N8: usize, const THREADS: u32>
         q: Global<T>,
         k: Global<T>,
         v: Global<T>,
-        seqlens_k: Global<i32>,
+        seqlens: Seqlens,
         head_sink: Global<T>,
         out: Global<T>,
         lse: Global<f32>,
         p: AttentionParams,
     ) {
-        let rows = Rows::of_block(&p, seqlens_k, block_idx_x(), Self::ROWS);
+        let rows = Rows::of_block(&p, seqlens, block_idx_x(), Self::ROWS);
         Self::block(&p, &rows, SideBySide, || (), None, [q, k, v, head_sink, out], lse);
     }
 
@@ -194,7 +195,7 @@ impl<const M: usize, const D8: usize, const N8: usize, const THREADS: u32>
         q: Global<T>,
         k: Global<T>,
         v: Global<T>,
-        seqlens_k: Global<i32>,
+        seqlens: Seqlens,
         bias: Global<T>,
         mask: Global<u8>,
         head_sink: Global<T>,
@@ -202,7 +203,7 @@ impl<const M: usize, const D8: usize, const N8: usize, const THREADS: u32>
         lse: Global<f32>,
         p: MaskedParams,
     ) {
-        let rows = Rows::of_block(&p.attention, seqlens_k, block_idx_x(), Self::ROWS);
+        let rows = Rows::of_block(&p.attention, seqlens, block_idx_x(), Self::ROWS);
         let bias = Some(Bias::new(bias, mask, &p));
         let tensors = [q, k, v, head_sink, out];
         Self::block(&p.attention, &rows, SideBySide, || (), bias, tensors, lse);

@@ -21,6 +21,7 @@ use crate::simt::{
 };
 use crate::tile::fragment::{Fragments, row_of, zeros};
 use crate::tile::rows::{Row, Rows, close_all};
+use crate::tile::seqlens::Seqlens;
 use crate::tile::softmax::{ScoreScale, States, mask, weigh_row};
 use crate::tile::swizzle::{RowCopy, Swizzled, WarpRead, swizzled_bytes};
 use crate::tile::tf32::{ValueRead, accumulate, output, scores};
@@ -77,13 +78,13 @@ impl<const M: usize, const D8: usize, const UNITS: usize, const N8: usize, const
         q: Global<f32>,
         k: Global<f32>,
         v: Global<f32>,
-        seqlens_k: Global<i32>,
+        seqlens: Seqlens,
         head_sink: Global<f32>,
         out: Global<f32>,
         lse: Global<f32>,
         p: AttentionParams,
     ) {
-        let rows = Rows::of_block(&p, seqlens_k, block_idx_x(), Self::ROWS);
+        let rows = Rows::of_block(&p, seqlens, block_idx_x(), Self::ROWS);
         Self::load_queries(&p, &rows, q);
 
         let mut acc = zeros::<M, D8>();

@@ -45,6 +45,7 @@ use crate::simt::{
 };
 use crate::tile::fragment::{Fragments, column_of, row_of, scores, store, zeros};
 use crate::tile::rows::{Row, Rows, close, row_tiles};
+use crate::tile::seqlens::Seqlens;
 use crate::tile::softmax::{ScoreScale, States, mask, row_max, total, weigh_against};
 use crate::tile::swizzle::{RowCopy, Swizzled, WarpRead, swizzled_bytes};
 use crate::tile::wide::{accumulate, store_weights};
@@ -158,7 +159,7 @@ impl<
         q: Global<T>,
         k: Global<T>,
         v: Global<T>,
-        seqlens_k: Global<i32>,
+        seqlens: Seqlens,
         head_sink: Global<T>,
         out: Global<T>,
         lse: Global<f32>,
@@ -167,7 +168,7 @@ impl<
         p: AttentionParams,
     ) {
         const { assert!(K8 / N8 == UNITS / D8 && K8 % N8 == 0 && UNITS % D8 == 0) };
-        let rows = Rows::of_block(&p, seqlens_k, block_idx_x(), Self::ROWS);
+        let rows = Rows::of_block(&p, seqlens, block_idx_x(), Self::ROWS);
         Self::load_queries(&p, &rows, q);
 
         let (mut states, mut acc) = ([[SoftmaxState::EMPTY; 2]; M], zeros::<M, D8>());

@@ -37,6 +37,7 @@ use crate::params::{AttentionParams, MaskedParams, qk_output, sink};
 use crate::simt::{
     Global, Shared, block_idx_x, fma, grid_dim_x, lane, max, sync_threads, thread_idx, warp,
 };
+use crate::tile::seqlens::Seqlens;
 
 /// Threads of a CTA.
 pub const THREADS: u32 = 256;
@@ -249,7 +250,7 @@ fn store_scores(tile: &Tile, product: &Product, scores: Global<f32>, p: &Attenti
 /// Turns scores into P, a warp per row.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn unfused_softmax<T: Element>(
-    seqlens_k: Global<i32>,
+    seqlens: Seqlens,
     bias: Global<T>,
     mask: Global<u8>,
     head_sink: Global<T>,
@@ -268,7 +269,7 @@ pub fn unfused_softmax<T: Element>(
         let bias_at = p.bias.at(batch, head, s);
         let (scores, output_qk) = (scores.offset(at), output_qk.offset(at));
         let line = Line { scores, bias, mask, bias_at, output_qk, p };
-        let visible = Band::new(seqlens_k.load(batch as usize), &masked).visible(s);
+        let visible = Band::new(seqlens.load(batch), &masked).visible(s);
         let mut state = PlainState::EMPTY;
         state.raise(line.scores(visible.first, visible.end));
         state.sum = warp_sum(line.weigh(&state));
@@ -379,7 +380,7 @@ impl<T: Element> Line<'_, T> {
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn unfused_values<T: Element, O: Element>(
     v: Global<T>,
-    seqlens_k: Global<i32>,
+    seqlens: Seqlens,
     scores: Global<f32>,
     out: Global<O>,
     masked: MaskedParams,
@@ -389,7 +390,7 @@ pub fn unfused_values<T: Element, O: Element>(
     let mut number = block_idx_x() as u64;
     while number < tiles {
         let tile = Tile::new(number, masked.v_head_size, p);
-        let band = Band::new(seqlens_k.load(tile.batch as usize), &masked);
+        let band = Band::new(seqlens.load(tile.batch), &masked);
         let product = values_tile(&tile, band.total.min(p.qk_columns), v, scores, &masked);
         store_output(&tile, &product, out, &masked);
         number += grid_dim_x() as u64;

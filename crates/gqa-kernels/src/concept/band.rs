@@ -1,6 +1,7 @@
 //! Which keys a query row sees, with windows on both sides and every alignment: still one range.
 
 use super::mask::Visible;
+use super::seqlen::Lengths;
 use crate::params::{MaskedParams, alignment};
 
 /// The visibility rule of one batch entry.
@@ -19,19 +20,17 @@ pub struct Band {
 }
 
 impl Band {
-    /// The rule of the entry whose last valid key is `last_index`, clamped to the size of the
-    /// buffers so that no value on the device can cause accesses outside of them. A negative value
-    /// means an empty sequence.
+    /// The rule of the entry with these lengths, clamped to the size of the buffers so that no
+    /// value on the device can cause accesses outside of them.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub fn new(last_index: i32, p: &MaskedParams) -> Self {
+    pub fn new(lengths: Lengths, p: &MaskedParams) -> Self {
         let (capacity, q_len) = (p.attention.capacity, p.attention.q_len);
-        let total =
-            if last_index < 0 { 0 } else { (last_index as u32).saturating_add(1).min(capacity) };
+        let total = lengths.total(capacity);
         let position = match p.alignment {
             alignment::POSITION => p.position as i64,
             alignment::END => total as i64 - q_len as i64,
             _ if p.attention.first_prompt != 0 => 0,
-            _ => total.saturating_sub(q_len) as i64,
+            _ => total.saturating_sub(lengths.tokens(q_len)) as i64,
         };
         Self {
             total,

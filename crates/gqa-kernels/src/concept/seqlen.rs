@@ -1,7 +1,28 @@
 //! The length of a sequence, and the positions of this call's rows in it.
 
-/// Lengths of one batch entry. `seqlens_k` holds the index of the last valid token, so the length
-/// is one more.
+/// What a call says of a batch entry's sequence, which nobody has checked.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Lengths {
+    /// Index of the last valid token: the length is one more. Negative: there is no token.
+    pub last: i32,
+}
+
+impl Lengths {
+    /// Valid tokens, the new ones included: at most `capacity`.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub fn total(self, capacity: u32) -> u32 {
+        if self.last < 0 { 0 } else { (self.last as u32).saturating_add(1).min(capacity) }
+    }
+
+    /// New tokens of a sequence that begins before the call, or that has fewer tokens than the call
+    /// has rows.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub fn tokens(self, q_len: u32) -> u32 {
+        q_len
+    }
+}
+
+/// The lengths of one batch entry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Seqlen {
     /// Valid keys, the new ones included.
@@ -12,13 +33,12 @@ pub struct Seqlen {
 }
 
 impl Seqlen {
-    /// From the entry's `seqlens_k`, clamped to the size of the buffers so that no value on the
-    /// device can cause accesses outside of them. A negative value means an empty sequence.
+    /// From the entry's lengths, clamped to the size of the buffers so that no value on the device
+    /// can cause accesses outside of them.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub fn new(last_index: i32, q_len: u32, capacity: u32, first_prompt: bool) -> Self {
-        let total =
-            if last_index < 0 { 0 } else { (last_index as u32).saturating_add(1).min(capacity) };
-        let past = if first_prompt { 0 } else { total.saturating_sub(q_len) };
+    pub fn new(lengths: Lengths, q_len: u32, capacity: u32, first_prompt: bool) -> Self {
+        let total = lengths.total(capacity);
+        let past = if first_prompt { 0 } else { total.saturating_sub(lengths.tokens(q_len)) };
         Self { total, past }
     }
 

@@ -16,6 +16,7 @@ use crate::concept::seqlen::Seqlen;
 use crate::num::{Code, Element};
 use crate::params::PrologueParams;
 use crate::simt::Global;
+use crate::tile::seqlens::Seqlens;
 
 /// Moves new rows into a shared cache.
 pub(super) struct Append<'a, T> {
@@ -94,7 +95,7 @@ pub fn concat_kv_in_place<T: Element>(
     cos: Global<T>,
     sin: Global<T>,
     position_ids: Global<i64>,
-    seqlens_k: Global<i32>,
+    seqlens: Seqlens,
     present_k: Global<T>,
     present_v: Global<T>,
     p: PrologueParams,
@@ -102,7 +103,7 @@ pub fn concat_kv_in_place<T: Element>(
     let rope = Rope { cos, sin, position_ids, params: p.rotary };
     let append = Append { k, v, present_k, present_v, rope, params: &p };
     for [b, s, head, pair] in Walk::over(concat_kv_in_place_size(&p, T::PER_VEC)) {
-        append.both([b, s, head, pair], seqlen(&p, seqlens_k, b));
+        append.both([b, s, head, pair], seqlen(&p, seqlens, b));
     }
 }
 
@@ -123,14 +124,14 @@ pub fn append_quantized<T: Element>(
     position_ids: Global<i64>,
     k_scale: Global<f32>,
     v_scale: Global<f32>,
-    seqlens_k: Global<i32>,
+    seqlens: Seqlens,
     present_k: Global<u16>,
     present_v: Global<u16>,
     p: PrologueParams,
 ) {
     let rope = Rope { cos, sin, position_ids, params: p.rotary };
     let (scales, present) = ([k_scale, v_scale], [present_k, present_v]);
-    with_code!(p.format, |code| append(code, (k, v), rope, scales, seqlens_k, present, &p));
+    with_code!(p.format, |code| append(code, (k, v), rope, scales, seqlens, present, &p));
 }
 
 /// The same for a format.
@@ -140,13 +141,13 @@ fn append<T: Element, C: Code>(
     (k, v): (Global<T>, Global<T>),
     rope: Rope<T>,
     scales: [Global<f32>; 2],
-    seqlens_k: Global<i32>,
+    seqlens: Seqlens,
     [present_k, present_v]: [Global<u16>; 2],
     p: &PrologueParams,
 ) {
     let [k_scale, v_scale] = scales.map(|s| Divisors::new(s, ScalesPer::new(p.scales)));
     for [b, s, head, pair] in Walk::over(append_quantized_size(p, T::PER_VEC)) {
-        let seqlen = seqlen(p, seqlens_k, b);
+        let seqlen = seqlen(p, seqlens, b);
         if !seqlen.is_token(s) {
             continue;
         }

@@ -27,6 +27,7 @@ use crate::concept::scales::ScalesPer;
 use crate::num::{Divisor, Element, MmaCode};
 use crate::params::PrologueParams;
 use crate::simt::{Global, opaque};
+use crate::tile::seqlens::Seqlens;
 
 /// Old rows of a thread, whose quantized values it asks for together.
 const ROWS: u32 = 4;
@@ -56,7 +57,7 @@ pub fn append_dequantized<T: Element, const BY_ROW: bool>(
     position_ids: Global<i64>,
     k_scale: Global<f32>,
     v_scale: Global<f32>,
-    seqlens_k: Global<i32>,
+    seqlens: Seqlens,
     present_k: Global<u16>,
     present_v: Global<u16>,
     k_numbers: Global<T>,
@@ -68,7 +69,7 @@ pub fn append_dequantized<T: Element, const BY_ROW: bool>(
     let cache = |present, numbers, scales| Cache { present, numbers, scales, per, by_row: BY_ROW };
     let keys = cache(present_k, k_numbers, k_scale);
     let values = cache(present_v, v_numbers, v_scale);
-    let call = Call { k, v, keys, values, rope, seqlens_k };
+    let call = Call { k, v, keys, values, rope, seqlens };
     with_code!(p.format, |code| {
         call.dequantize(code, &p);
         if BY_ROW { call.append_with_scales(code, &p) } else { call.append(code, &p) }
@@ -82,7 +83,7 @@ struct Call<T> {
     keys: Cache<T>,
     values: Cache<T>,
     rope: Rope<T>,
-    seqlens_k: Global<i32>,
+    seqlens: Seqlens,
 }
 
 impl<T: Element> Call<T> {
@@ -91,7 +92,7 @@ impl<T: Element> Call<T> {
     fn append<C: MmaCode>(&self, code: C, p: &PrologueParams) {
         let [keys, values] = [self.keys, self.values].map(|c| Divisors::new(c.scales, c.per));
         for [b, s, head, pair] in Walk::over(append_quantized_size(p, T::PER_VEC)) {
-            let seqlen = seqlen(p, self.seqlens_k, b);
+            let seqlen = seqlen(p, self.seqlens, b);
             if !seqlen.is_token(s) {
                 continue;
             }
@@ -149,7 +150,7 @@ impl<T: Element> Call<T> {
         p: &PrologueParams,
         [b, s, head, lane]: [u32; 4],
     ) -> Option<(NewRow<T>, Row<T>)> {
-        let seqlen = seqlen(p, self.seqlens_k, b);
+        let seqlen = seqlen(p, self.seqlens, b);
         if !seqlen.is_token(s) {
             return None;
         }
@@ -169,7 +170,7 @@ impl<T: Element> Call<T> {
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn dequantize<C: MmaCode>(&self, code: C, p: &PrologueParams) {
         for [b, head, four, vector] in Walk::over(old_rows_size(p, T::PER_VEC)) {
-            let rows = rows_before(seqlen(p, self.seqlens_k, b), p).min(p.capacity);
+            let rows = rows_before(seqlen(p, self.seqlens, b), p).min(p.capacity);
             let first = four * ROWS;
             if first >= rows {
                 continue;

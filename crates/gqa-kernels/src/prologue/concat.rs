@@ -23,6 +23,7 @@ use crate::concept::seqlen::Seqlen;
 use crate::num::Element;
 use crate::params::PrologueParams;
 use crate::simt::Global;
+use crate::tile::seqlens::Seqlens;
 
 /// Rows of a sequence that are not new; all rows if none is new.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
@@ -73,7 +74,7 @@ pub fn concat_new_to_past_kv<T: Element>(
     cos: Global<T>,
     sin: Global<T>,
     position_ids: Global<i64>,
-    seqlens_k: Global<i32>,
+    seqlens: Seqlens,
     present_k: Global<T>,
     present_v: Global<T>,
     p: PrologueParams,
@@ -83,7 +84,7 @@ pub fn concat_new_to_past_kv<T: Element>(
         let is_key = head < p.kv_heads;
         let head = if is_key { head } else { head - p.kv_heads };
         let (past, present) = if is_key { (past_k, present_k) } else { (past_v, present_v) };
-        let (e, seqlen) = (vector * T::PER_VEC, seqlen(&p, seqlens_k, b));
+        let (e, seqlen) = (vector * T::PER_VEC, seqlen(&p, seqlens, b));
         let words = match Source::of(row, seqlen, &p) {
             Source::Past => past.load_vec(p.past.at(b, head, row) + e as usize),
             Source::New(s) if is_key => {

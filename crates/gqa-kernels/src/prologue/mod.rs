@@ -64,15 +64,15 @@ pub mod walk;
 
 use crate::concept::seqlen::Seqlen;
 use crate::params::PrologueParams;
-use crate::simt::Global;
+use crate::tile::seqlens::Seqlens;
 
 /// Threads of every block.
 pub const THREADS: u32 = 256;
 
 /// Lengths of batch entry `b`.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
-fn seqlen(p: &PrologueParams, seqlens_k: Global<i32>, b: u32) -> Seqlen {
-    Seqlen::new(seqlens_k.load(b as usize), p.q_len, p.capacity, p.first_prompt != 0)
+fn seqlen(p: &PrologueParams, seqlens: Seqlens, b: u32) -> Seqlen {
+    Seqlen::new(seqlens.load(b), p.q_len, p.capacity, p.first_prompt != 0)
 }
 
 #[cfg(not(target_arch = "nvptx64"))]

@@ -24,6 +24,7 @@ use crate::concept::scales::ScalesPer;
 use crate::num::{Code, Divisor, Element, MmaCode, f16, pack_pairs, unpack};
 use crate::params::PrologueParams;
 use crate::simt::Global;
+use crate::tile::seqlens::Seqlens;
 
 /// Index space of [`quantize_kv`]: (batch, key heads and then value heads, row, vector).
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
@@ -38,7 +39,7 @@ pub fn quantize_kv<T: Element>(
     past_v: Global<u16>,
     k_scale: Global<f32>,
     v_scale: Global<f32>,
-    seqlens_k: Global<i32>,
+    seqlens: Seqlens,
     present_k: Global<u16>,
     present_v: Global<u16>,
     k: Global<T>,
@@ -48,7 +49,7 @@ pub fn quantize_kv<T: Element>(
     let given = [past_k, past_v];
     let scales = [k_scale, v_scale];
     let written = ([present_k, present_v], [k, v]);
-    with_code!(p.format, |code| quantize(code, given, scales, seqlens_k, written, &p));
+    with_code!(p.format, |code| quantize(code, given, scales, seqlens, written, &p));
 }
 
 /// The same for a format.
@@ -57,7 +58,7 @@ fn quantize<T: Element, C: MmaCode>(
     code: C,
     [past_k, past_v]: [Global<u16>; 2],
     scales: [Global<f32>; 2],
-    seqlens_k: Global<i32>,
+    seqlens: Seqlens,
     ([present_k, present_v], [k, v]): ([Global<u16>; 2], [Global<T>; 2]),
     p: &PrologueParams,
 ) {
@@ -72,7 +73,7 @@ fn quantize<T: Element, C: MmaCode>(
         let (to, scratch) = (codes_of(present, number), scratch.offset(number));
         let scales = scales.of_head(head, p.head_size);
         let e = (vector * T::PER_VEC) as usize;
-        let words = match Source::of(row, seqlen(p, seqlens_k, b), p) {
+        let words = match Source::of(row, seqlen(p, seqlens, b), p) {
             Source::Past => {
                 let words = load_vector::<T, C>(e, codes_of(past, p.past.at(b, head, row)));
                 store_words::<T, C>(e, words, to);

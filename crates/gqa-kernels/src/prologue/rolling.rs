@@ -30,10 +30,12 @@
 
 use super::THREADS;
 use super::walk::Walk;
+use crate::concept::seqlen::Seqlen;
 use crate::concept::sliding::{Slide, Sliding};
 use crate::num::Element;
 use crate::params::{RollingBiasParams, RollingParams};
 use crate::simt::{Global, sync_threads, thread_idx};
+use crate::tile::seqlens::Seqlens;
 
 /// Neighbouring 16-byte vectors that a CTA moves: two sectors of memory.
 const COLUMNS: u32 = 4;
@@ -45,11 +47,10 @@ const ROWS: u32 = THREADS / COLUMNS;
 /// The rows of batch entry `b`, whatever its length on the device: at most as many new rows as the
 /// call has.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
-fn slide(p: &RollingParams, seqlens_k: Global<i32>, b: u32) -> Slide {
-    let last = seqlens_k.load(b as usize);
-    let total = if last < 0 { 0 } else { last as u32 + 1 };
-    let total = if p.first_prompt != 0 { total.min(p.q_len) } else { total };
-    let past = if p.first_prompt != 0 { 0 } else { total.saturating_sub(p.q_len) };
+fn slide(p: &RollingParams, seqlens: Seqlens, b: u32) -> Slide {
+    let is_prompt = p.first_prompt != 0;
+    let most = if is_prompt { p.q_len } else { u32::MAX };
+    let Seqlen { total, past } = Seqlen::new(seqlens.load(b), p.q_len, most, is_prompt);
     Sliding { window: p.window, capacity: p.capacity }.slide(past, total)
 }
 
@@ -73,13 +74,13 @@ pub fn rolling_kv(
     from_v: Global<u8>,
     to_k: Global<u8>,
     to_v: Global<u8>,
-    seqlens_k: Global<i32>,
+    seqlens: Seqlens,
     lengths: Global<i32>,
     position_ids: Global<i64>,
     p: RollingParams,
 ) {
     for [b, head, _, group] in Walk::of_blocks(rolling_kv_size(&p)) {
-        let slide = slide(&p, seqlens_k, b);
+        let slide = slide(&p, seqlens, b);
         if p.staged == 0 && head == 0 && group == 0 && thread_idx() == 0 {
             write_lengths(&p, slide, [b, 0], lengths, position_ids);
         }
@@ -150,13 +151,13 @@ pub fn rolling_lengths_size(p: &RollingParams) -> [u32; 4] {
 /// Writes how many rows attention finds in the cache, and the positions of the new rows.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn rolling_lengths(
-    seqlens_k: Global<i32>,
+    seqlens: Seqlens,
     lengths: Global<i32>,
     position_ids: Global<i64>,
     p: RollingParams,
 ) {
     for [b, .., s] in Walk::over(rolling_lengths_size(&p)) {
-        write_lengths(&p, slide(&p, seqlens_k, b), [b, s], lengths, position_ids);
+        write_lengths(&p, slide(&p, seqlens, b), [b, s], lengths, position_ids);
     }
 }
 
@@ -187,12 +188,12 @@ pub fn rolling_bias_size(p: &RollingBiasParams) -> [u32; 4] {
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn rolling_bias<T: Element>(
     bias: Global<T>,
-    seqlens_k: Global<i32>,
+    seqlens: Seqlens,
     bias_out: Global<T>,
     p: RollingBiasParams,
 ) {
     for [b, head, s, row] in Walk::over(rolling_bias_size(&p)) {
-        let slide = slide(&p.slide, seqlens_k, b);
+        let slide = slide(&p.slide, seqlens, b);
         let column = slide.total - attended(&p.slide, slide) + row;
         let value = if column < slide.total.min(p.columns) {
             bias.load(p.bias.at(b, head, s) + column as usize)

@@ -7,6 +7,7 @@ use super::walk::Walk;
 use crate::num::{Element, pack, pack_pairs, unpack};
 use crate::params::{PrologueParams, RotaryParams};
 use crate::simt::{Global, fma};
+use crate::tile::seqlens::Seqlens;
 
 /// The rotary embedding of one call. Pair `i` of a head is rotated by the angle whose cosine and
 /// sine are at column `i` of the tables, in the row of the token's position:
@@ -260,13 +261,13 @@ pub fn rotary_embedding<T: Element>(
     cos: Global<T>,
     sin: Global<T>,
     position_ids: Global<i64>,
-    seqlens_k: Global<i32>,
+    seqlens: Seqlens,
     q_out: Global<T>,
     p: PrologueParams,
 ) {
     let rope = Rope { cos, sin, position_ids, params: p.rotary };
     for [b, s, head, pair] in Walk::over(rotary_embedding_size(&p, T::PER_VEC)) {
-        let position = rope.position(b, s, seqlen(&p, seqlens_k, b).past);
+        let position = rope.position(b, s, seqlen(&p, seqlens, b).past);
         let (from, to) = ((q, p.q.at(b, head, s)), (q_out, p.q_out.at(b, head, s)));
         rope.move_pair(from, to, (pair, p.head_size), position);
     }

@@ -13,6 +13,7 @@ use crate::concept::pages::{Length, Sequence};
 use crate::concept::seqlen::Seqlen;
 use crate::params::TreeMaskParams;
 use crate::simt::Global;
+use crate::tile::seqlens::Seqlens;
 
 /// Keys per thread and store.
 const VECTOR: u32 = 16;
@@ -27,7 +28,7 @@ pub fn tree_mask_rows_size(p: &TreeMaskParams) -> [u32; 4] {
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn tree_mask_rows(
     tree_mask: Global<i64>,
-    seqlens_k: Global<i32>,
+    seqlens: Seqlens,
     starts: Global<i32>,
     past_seqlens: Global<i32>,
     mask: Global<u8>,
@@ -35,8 +36,9 @@ pub fn tree_mask_rows(
 ) {
     for [b, _, s, vector] in Walk::over(tree_mask_rows_size(&p)) {
         let (word, past) = if starts.is_null() {
-            let last = seqlens_k.load(b as usize);
-            let Seqlen { past, .. } = Seqlen::new(last, p.q_len, p.capacity, p.first_prompt != 0);
+            let lengths = seqlens.load(b);
+            let Seqlen { past, .. } =
+                Seqlen::new(lengths, p.q_len, p.capacity, p.first_prompt != 0);
             (tree_mask.load((b * p.q_len + s) as usize) as u64, past)
         } else {
             let bounds = [b, b + 1].map(|i| starts.load(i as usize));

@@ -13,6 +13,7 @@ use super::walk::Walk;
 use crate::num::Element;
 use crate::params::PrologueParams;
 use crate::simt::Global;
+use crate::tile::seqlens::Seqlens;
 
 /// Index space of [`unpack_qkv`]: (batch, row, Q heads and then K heads and then V heads, vector).
 /// Without new K and V rows only Q heads.
@@ -62,7 +63,7 @@ pub fn unpack_qkv_with_rope_and_append_kv<T: Element>(
     cos: Global<T>,
     sin: Global<T>,
     position_ids: Global<i64>,
-    seqlens_k: Global<i32>,
+    seqlens: Seqlens,
     q_out: Global<T>,
     present_k: Global<T>,
     present_v: Global<T>,
@@ -71,7 +72,7 @@ pub fn unpack_qkv_with_rope_and_append_kv<T: Element>(
     let rope = Rope { cos, sin, position_ids, params: p.rotary };
     let append = Append { k, v, present_k, present_v, rope, params: &p };
     for [b, s, head, pair] in Walk::over(unpack_qkv_with_rope_and_append_kv_size(&p, T::PER_VEC)) {
-        let seqlen = seqlen(&p, seqlens_k, b);
+        let seqlen = seqlen(&p, seqlens, b);
         if head < p.q_heads {
             let position = rope.position(b, s, seqlen.past);
             let (from, to) = ((q, p.q.at(b, head, s)), (q_out, p.q_out.at(b, head, s)));

@@ -2,6 +2,7 @@
 //!
 //! - [`rows`]: which query rows a tile holds and which keys they see
 //! - [`pages`]: sequences and pages of a paged KV cache
+//! - [`seqlens`]: the tensors that say how long sequences are
 //! - [`swizzle`]: swizzled tiles in shared memory and copies into them
 //! - [`copy`]: common parts of copies
 //! - [`fragment`]: products of tiles, spread over the lanes of a warp
@@ -22,6 +23,7 @@ pub mod padded;
 pub mod pages;
 pub mod quantized;
 pub mod rows;
+pub mod seqlens;
 pub mod softmax;
 pub mod swizzle;
 pub mod tf32;

@@ -8,6 +8,7 @@ use crate::num::{Element, quotient};
 use crate::params::{AttentionParams, sink};
 use crate::simt::{Global, Shared, lane};
 use crate::tile::pages::{self, Sequences};
+use crate::tile::seqlens::Seqlens;
 use crate::tile::softmax::{States, total};
 use bytemuck::Pod;
 use core::ops::Range;
@@ -118,7 +119,7 @@ impl Rows {
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn new(
         p: &AttentionParams,
-        seqlens_k: Global<i32>,
+        seqlens: Seqlens,
         index: u32,
         head_and_batch: u32,
         height: u32,
@@ -126,8 +127,7 @@ impl Rows {
         // A call has KV heads: max(1) spares the division by zero check.
         let kv_heads = p.kv_heads.max(1);
         let batch = head_and_batch / kv_heads;
-        let last_index = seqlens_k.load(batch as usize);
-        let seqlen = Seqlen::new(last_index, p.q_len, p.capacity, p.first_prompt != 0);
+        let seqlen = seqlens.get(batch, p);
         Self { seqlen, ..Self::of(p, index, head_and_batch % kv_heads, batch, height) }
     }
 
@@ -161,11 +161,11 @@ impl Rows {
     /// within a section from the last row tile to the first: under a causal mask the last ones see
     /// most keys.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub fn of_block(p: &AttentionParams, seqlens_k: Global<i32>, block: u32, height: u32) -> Self {
+    pub fn of_block(p: &AttentionParams, seqlens: Seqlens, block: u32, height: u32) -> Self {
         let (heads, tiles) = (p.kv_heads * p.batch, row_tiles(p, height));
         let section = section(p, heads);
         let (tile, head_and_batch) = in_order(block, section, heads, tiles);
-        Self::new(p, seqlens_k, tile, head_and_batch, height)
+        Self::new(p, seqlens, tile, head_and_batch, height)
     }
 
     /// The rows of a CTA over a paged KV cache, as if the tokens of all sequences were one batch

@@ -1,7 +1,7 @@
 //! The kernels of a rolling KV cache, on the simulator, against rows that come and go one by one.
 
 use crate::support::{entry, start};
-use gqa_kernels::concept::seqlen::Seqlen;
+use gqa_kernels::concept::seqlen::{Lengths, Seqlen};
 use gqa_kernels::num::{DType, Element, bf16, f16};
 use gqa_kernels::params::{RollingBiasParams, RollingParams, Strides};
 use gqa_sim::Arg;
@@ -70,8 +70,13 @@ impl Case {
     }
 
     fn past(&self, b: u32) -> u32 {
-        Seqlen::new(self.totals[b as usize] as i32 - 1, self.q_len, u32::MAX, self.first_prompt)
-            .past
+        Seqlen::new(
+            Lengths { last: self.totals[b as usize] as i32 - 1 },
+            self.q_len,
+            u32::MAX,
+            self.first_prompt,
+        )
+        .past
     }
 
     /// The sequence's rows in the cache after `total` have come: before the next one comes to a

@@ -16,6 +16,11 @@ pub(super) fn tensor(problem: &Problem, id: TensorId, offset: usize) -> Arg {
     }
 }
 
+/// The tensors that say how long sequences with caches of their own are, under the kernels' names.
+pub(super) fn seqlens(problem: &Problem) -> [(&'static str, Arg); 1] {
+    [("seqlens_k", tensor(problem, TensorId::SeqlensK, 0))]
+}
+
 pub(super) fn strides(layout: RowLayout) -> Strides {
     Strides { batch: layout.batch as u64, head: layout.head as u64, row: layout.row as u64 }
 }

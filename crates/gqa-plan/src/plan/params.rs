@@ -1,6 +1,6 @@
 //! Arguments of attention kernels: tensors by name, and scalars.
 
-use super::build::{strides, tensor, u32_of};
+use super::build::{seqlens, strides, tensor, u32_of};
 use super::family::Job;
 use super::launch::Arg;
 use super::requirements;
@@ -45,7 +45,6 @@ pub(super) fn arguments(p: &Problem, rows: &Rows) -> Vec<(&'static str, Arg)> {
         ("q", rows.query.arg),
         ("k", k),
         ("v", v),
-        ("seqlens_k", tensor(p, TensorId::SeqlensK, 0)),
         bias,
         mask,
         ("head_sink", tensor(p, TensorId::HeadSink, 0)),
@@ -53,6 +52,7 @@ pub(super) fn arguments(p: &Problem, rows: &Rows) -> Vec<(&'static str, Arg)> {
         ("lse", tensor(p, TensorId::Lse, 0)),
         ("output_qk", tensor(p, TensorId::OutputQk, 0)),
     ];
+    arguments.extend(seqlens(p));
     arguments.extend(output(p));
     arguments
 }

@@ -1,6 +1,6 @@
 //! What happens before attention: unpacking, normalisation, rotation, and the cache update.
 
-use super::build::{element, find, launch, strides, tensor, u32_of};
+use super::build::{element, find, launch, seqlens, strides, tensor, u32_of};
 use super::device::DeviceInfo;
 use super::family::FusedPrologue;
 use super::launch::{Arg, Launch};
@@ -371,14 +371,14 @@ impl<'a> Builder<'a> {
         let entry = step.entry(self.problem.dtype)?;
         let mut params = self.params(step)?;
         adjust(&mut params);
-        let bound = [arguments, &self.arguments(step)].concat();
+        let bound = [arguments, &self.arguments(step), &seqlens(self.problem)].concat();
         let grid = gqa_kernels::prologue::grid(entry, &params, self.device.multiprocessors);
         self.launches.push(launch(entry, grid, &bound, &params)?);
         Ok(())
     }
 
     /// Everything a kernel may ask for; what only rotation needs is null where nothing rotates.
-    fn arguments(&self, step: Step) -> [(&'static str, Arg); 11] {
+    fn arguments(&self, step: Step) -> [(&'static str, Arg); 10] {
         let p = self.problem;
         let rotation = |arg| if step.rotates() { arg } else { Arg::Null };
         [
@@ -389,7 +389,6 @@ impl<'a> Builder<'a> {
             ("past_v", tensor(p, TensorId::PastValue, 0)),
             ("present_k", self.rows.attended[0]),
             ("present_v", self.rows.attended[1]),
-            ("seqlens_k", tensor(p, TensorId::SeqlensK, 0)),
             ("cos", rotation(tensor(p, TensorId::CosCache, 0))),
             ("sin", rotation(tensor(p, TensorId::SinCache, 0))),
             ("position_ids", rotation(self.positions.0)),

@@ -10,7 +10,7 @@
 //!
 //! `rolling_bias` comes before the call where it has an attention_bias.
 
-use super::build::{element, find, launch, strides, tensor, u32_of};
+use super::build::{element, find, launch, seqlens, strides, tensor, u32_of};
 use super::contiguous::Composed;
 use super::device::DeviceInfo;
 use super::launch::{Arg, Launch};
@@ -171,12 +171,9 @@ impl<'a> Window<'a> {
         arguments: &[(&'static str, Arg)],
         params: &impl bytemuck::Pod,
     ) -> Result<Launch> {
-        let told = [
-            ("seqlens_k", tensor(self.problem, TensorId::SeqlensK, 0)),
-            ("lengths", self.lengths),
-            ("position_ids", self.position_ids),
-        ];
-        launch(entry, grid, &[arguments, &told].concat(), params)
+        let written = [("lengths", self.lengths), ("position_ids", self.position_ids)];
+        let told = seqlens(self.problem);
+        launch(entry, grid, &[arguments, &written, &told].concat(), params)
     }
 
     /// The tensors of the inner call that are in scratch.

@@ -1,6 +1,6 @@
 //! Expands a tree mask for kernels without one: `tree_mask_rows` writes it as a mask over all keys.
 
-use super::build::{find, launch, tensor, u32_of};
+use super::build::{find, launch, seqlens, tensor, u32_of};
 use super::device::DeviceInfo;
 use super::launch::{Arg, Launch};
 use super::scratch::Scratch;
@@ -50,14 +50,13 @@ fn masked(problem: &Problem) -> Result<Problem> {
 
 fn mask_rows(given: &Problem, masked: &Problem, mask: Arg, device: &DeviceInfo) -> Result<Launch> {
     let (p, is_paged) = (given, given.pages.is_some());
-    let where_paged = |id, wanted| if wanted { tensor(p, id, 0) } else { Arg::Null };
     let arguments = [
         ("tree_mask", tensor(p, TensorId::TreeMask, 0)),
-        ("seqlens_k", where_paged(TensorId::SeqlensK, !is_paged)),
         ("starts", tensor(p, TensorId::CumulativeSequenceLength, 0)),
-        ("past_seqlens", where_paged(TensorId::SeqlensK, is_paged)),
+        ("past_seqlens", if is_paged { tensor(p, TensorId::SeqlensK, 0) } else { Arg::Null }),
         ("mask", mask),
     ];
+    let lengths = if is_paged { seqlens(p).map(|(name, _)| (name, Arg::Null)) } else { seqlens(p) };
     let columns = masked.bias.map_or(0, |bias| bias.columns);
     let params = TreeMaskParams {
         batch: u32_of("batch", p.batch)?,
@@ -69,5 +68,5 @@ fn mask_rows(given: &Problem, masked: &Problem, mask: Arg, device: &DeviceInfo) 
         counts_new: p.pages.is_some_and(|pages| pages.counts_new).into(),
     };
     let grid = tree_mask_rows_grid(&params, device.multiprocessors);
-    launch(find(Role::TreeMaskRows, None)?, grid, &arguments, &params)
+    launch(find(Role::TreeMaskRows, None)?, grid, &[&arguments[..], &lengths].concat(), &params)
 }

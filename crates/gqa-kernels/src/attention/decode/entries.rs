@@ -10,6 +10,7 @@ use crate::num::{MmaCode, MmaElement, e4m3};
 use crate::params::{DecodeParams, PagedDecodeParams};
 use crate::prologue::rope::Rope;
 use crate::simt::Global;
+use crate::tile::seqlens::Seqlens;
 
 impl<
     const D8: usize,
@@ -33,7 +34,7 @@ impl<
         cos: Global<T>,
         sin: Global<T>,
         position_ids: Global<i64>,
-        seqlens_k: Global<i32>,
+        seqlens: Seqlens,
         head_sink: Global<T>,
         tree_mask: Global<i64>,
         k: Global<T>,
@@ -55,7 +56,7 @@ impl<
         let output = Output { head_sink, results, lse, tokens: 0 };
         let splits = Splits { columns: partial_out, states: partial_states, arrivals };
         let tree = Tree { words: tree_mask };
-        Self::step(new_tokens, seqlens_k, SideBySide, output, splits, tree, p);
+        Self::step(new_tokens, seqlens, SideBySide, output, splits, tree, p);
     }
 
     /// The kernel for a quantized KV cache of a format among those of `F`: its tensors are (batch,
@@ -69,7 +70,7 @@ impl<
         cos: Global<T>,
         sin: Global<T>,
         position_ids: Global<i64>,
-        seqlens_k: Global<i32>,
+        seqlens: Seqlens,
         head_sink: Global<T>,
         k: Global<u8>,
         v: Global<u8>,
@@ -96,7 +97,7 @@ impl<
         };
         let output = Output { head_sink, results: Results::of_elements(out), lse, tokens: 0 };
         let splits = Splits { columns: partial_out, states: partial_states, arrivals };
-        Self::step(new_tokens, seqlens_k, SideBySide, output, splits, Tree::none(), p);
+        Self::step(new_tokens, seqlens, SideBySide, output, splits, Tree::none(), p);
     }
 
     /// The kernel for a paged KV cache, (block, row, KV head, head size), of which `block_table`,
@@ -131,8 +132,9 @@ impl<
         let output =
             Output { head_sink, results: Results::of_elements(out), lse, tokens: p.tokens };
         let splits = Splits { columns: partial_out, states: partial_states, arrivals };
+        let seqlens = Seqlens::of_pages(past_seqlens);
         let (blocks, tree) = (Blocks::new(starts, block_table, &p), Tree { words: tree_mask });
-        Self::step(new_tokens, past_seqlens, blocks, output, splits, tree, p.decode);
+        Self::step(new_tokens, seqlens, blocks, output, splits, tree, p.decode);
     }
 
     /// The same for a cache whose blocks hold quantized values of a format among those of `F`:
@@ -175,8 +177,9 @@ impl<
         let output =
             Output { head_sink, results: Results::of_elements(out), lse, tokens: p.tokens };
         let splits = Splits { columns: partial_out, states: partial_states, arrivals };
+        let seqlens = Seqlens::of_pages(past_seqlens);
         let blocks = Blocks::new(starts, block_table, &p);
-        Self::step(new_tokens, past_seqlens, blocks, output, splits, Tree::none(), p.decode);
+        Self::step(new_tokens, seqlens, blocks, output, splits, Tree::none(), p.decode);
     }
 
     /// Asserts that rows are those of quantized values of format `F`, and that threads can prepare

@@ -2,7 +2,7 @@
 //! as tiles ([`Whole`]) or [narrower](Padded).
 
 use crate::concept::pages::{Length, Sequence};
-use crate::concept::seqlen::Seqlen;
+use crate::concept::seqlen::{Lengths, Seqlen};
 use crate::params::{AttentionParams, PagedDecodeParams, Strides};
 use crate::simt::{Global, lane};
 use crate::tile::pages::{BlockTable, is_somewhere};
@@ -42,7 +42,7 @@ pub trait Layout: Copy {
     fn rows(self, a: &AttentionParams, rows: Rows) -> Rows;
 
     /// Lengths of the sequence that has them, of which the device tells `length`.
-    fn seqlen(self, a: &AttentionParams, rows: &Rows, length: i32) -> Seqlen;
+    fn seqlen(self, a: &AttentionParams, rows: &Rows, lengths: Lengths) -> Seqlen;
 
     /// Which of the call's query rows of one head the tile's row `r` is, counted through all
     /// sequences; `None` where the tile has no such row.
@@ -125,10 +125,9 @@ impl Layout for SideBySide {
         rows
     }
 
-    /// `length` is the index of the last token.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn seqlen(self, a: &AttentionParams, _: &Rows, length: i32) -> Seqlen {
-        Seqlen::new(length, a.q_len, a.capacity, a.first_prompt != 0)
+    fn seqlen(self, a: &AttentionParams, _: &Rows, lengths: Lengths) -> Seqlen {
+        Seqlen::new(lengths, a.q_len, a.capacity, a.first_prompt != 0)
     }
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
@@ -256,11 +255,11 @@ impl Layout for Blocks {
         rows
     }
 
-    /// Tokens that are appended have rows, whatever `length` is.
+    /// Tokens that are appended have rows, whatever `lengths` are.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn seqlen(self, a: &AttentionParams, rows: &Rows, length: i32) -> Seqlen {
+    fn seqlen(self, a: &AttentionParams, rows: &Rows, lengths: Lengths) -> Seqlen {
         let Seqlen { total: new, past: cut } = rows.seqlen;
-        let length = Length { rows: length, counts_new: self.counts_new };
+        let length = Length { rows: lengths.last, counts_new: self.counts_new };
         let least = if self.appends { 0 } else { -(new as i32) };
         let past = length.past(least, [new, cut], a.capacity);
         Seqlen { total: past.wrapping_add(new), past }
@@ -392,8 +391,8 @@ impl<L: Layout> Layout for Narrow<L> {
     }
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn seqlen(self, a: &AttentionParams, rows: &Rows, length: i32) -> Seqlen {
-        self.layout.seqlen(a, rows, length)
+    fn seqlen(self, a: &AttentionParams, rows: &Rows, lengths: Lengths) -> Seqlen {
+        self.layout.seqlen(a, rows, lengths)
     }
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]

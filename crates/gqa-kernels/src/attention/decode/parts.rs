@@ -18,10 +18,11 @@ use super::products::Products;
 use super::{Decode, Place};
 use crate::params::DecodeParams;
 use crate::simt::{
-    Global, Rolled, Shared, block_idx_x, block_idx_y, block_idx_z, cluster_rank, cluster_size,
-    lane, shfl_idx_u32, shfl_xor_u32, sync_threads, thread_idx,
+    Rolled, Shared, block_idx_x, block_idx_y, block_idx_z, cluster_rank, cluster_size, lane,
+    shfl_idx_u32, shfl_xor_u32, sync_threads, thread_idx,
 };
 use crate::tile::rows::{Rows, row_tiles};
+use crate::tile::seqlens::Seqlens;
 use crate::tile::warp::{LANES, sum, sum_up_to};
 
 /// Most parts of split sequences, of one KV head and row tile, for each place.
@@ -189,7 +190,7 @@ impl<
     pub(super) fn part_of<L: Layout>(
         p: &DecodeParams,
         layout: L,
-        lengths: Global<i32>,
+        lengths: Seqlens,
     ) -> Option<Place> {
         const { assert!(4 * MOST_DIVIDED <= Self::TEAMS * Self::RING_BYTES) }
         let (sequences, tiles) = (p.attention.batch, Shared::at(Self::RINGS));
@@ -208,10 +209,10 @@ impl<
 
     /// Key tiles that sequence `b` sees; none if it has no tokens, or another launch has it.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn tiles<L: Layout>(p: &DecodeParams, layout: L, lengths: Global<i32>, b: u32) -> u32 {
+    fn tiles<L: Layout>(p: &DecodeParams, layout: L, lengths: Seqlens, b: u32) -> u32 {
         let a = &p.attention;
         // Both are asked for before either is there.
-        let length = lengths.load(b as usize);
+        let length = lengths.load(b);
         let rows = layout.rows(a, Rows::of(a, 0, 0, b, Self::ROWS));
         if L::MAY_BE_EMPTY && rows.count() == 0 {
             return 0;

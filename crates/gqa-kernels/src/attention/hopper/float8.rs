@@ -28,6 +28,7 @@ use crate::params::{AttentionParams, Float8OperandsParams, Strides};
 use crate::prologue::quantize::Divisors;
 use crate::prologue::rope::Rope;
 use crate::simt::*;
+use crate::tile::seqlens::Seqlens;
 
 /// Factors that turn e4m3 products into scores and outputs.
 #[derive(Clone, Copy)]
@@ -175,7 +176,7 @@ pub struct Operands<T> {
     /// One scale, (KV head) or (KV head, head size).
     pub v_scale: Global<f32>,
     /// Sequence lengths.
-    pub seqlens_k: Global<i32>,
+    pub seqlens: Seqlens,
     /// The key cache.
     pub k_cache: Global<u64>,
     /// The value cache.
@@ -199,7 +200,7 @@ pub fn float8_operands<T: Element>(
     position_ids: Global<i64>,
     k_scale: Global<f32>,
     v_scale: Global<f32>,
-    seqlens_k: Global<i32>,
+    seqlens: Seqlens,
     k_cache: Global<u64>,
     v_cache: Global<u32>,
     q_codes: Global<u64>,
@@ -215,7 +216,7 @@ pub fn float8_operands<T: Element>(
         rope,
         k_scale,
         v_scale,
-        seqlens_k,
+        seqlens,
         k_cache,
         v_cache,
         q_codes,
@@ -399,7 +400,7 @@ impl<T: Element> Operands<T> {
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn seqlen(&self, batch: u32, p: &AttentionParams) -> Seqlen {
-        Seqlen::new(self.seqlens_k.load(batch as usize), p.q_len, p.capacity, p.first_prompt != 0)
+        self.seqlens.get(batch, p)
     }
 
     /// Run by a warp: transposes 32 keys of up to 128 columns.

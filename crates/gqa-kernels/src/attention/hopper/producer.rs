@@ -10,6 +10,7 @@ use super::work::{Place, Slot, TileScheduler, Work};
 use crate::num::{MmaElement, quotient};
 use crate::params::AttentionParams;
 use crate::simt::*;
+use crate::tile::seqlens::Seqlens;
 
 /// Starts copying `rows` rows from `place` on to a tile of `tile_rows` rows: one box per chunk of
 /// columns.
@@ -91,7 +92,7 @@ pub(super) fn load_keys_and_values<S: Tile>(
     base: u32,
     k: TensorMap,
     v: TensorMap,
-    seqlens_k: Global<i32>,
+    seqlens: Seqlens,
     counter: Global<u32>,
     columns: u32,
     p: &AttentionParams,
@@ -103,7 +104,7 @@ pub(super) fn load_keys_and_values<S: Tile>(
     let mut n = 0;
     let mut index = block_idx_x();
     while scheduler.is_work(index) {
-        let work = Work::new::<S>(index, p, seqlens_k, columns);
+        let work = Work::new::<S>(index, p, seqlens, columns);
         if work.keys.is_empty() {
             index = scheduler.next();
             continue;
@@ -191,14 +192,14 @@ pub(super) fn load_queries<S: Tile>(base: u32, q: TensorMap, packed: Option<Pack
 /// or because the split's KV range is empty.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) fn clear_unseeing<T: MmaElement, S: Tile>(
-    seqlens_k: Global<i32>,
+    seqlens: Seqlens,
     to: Destination<T>,
     columns: u32,
     p: &AttentionParams,
 ) {
     let mut index = block_idx_x();
     while index < Work::count::<S>(p) {
-        let work = Work::new::<S>(index, p, seqlens_k, columns);
+        let work = Work::new::<S>(index, p, seqlens, columns);
         if work.keys.is_empty() {
             clear::<T, S>(work.place, to, p);
         }

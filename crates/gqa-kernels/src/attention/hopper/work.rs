@@ -8,6 +8,7 @@ use crate::concept::seqlen::Seqlen;
 use crate::num::quotient;
 use crate::params::AttentionParams;
 use crate::simt::*;
+use crate::tile::seqlens::Seqlens;
 
 /// One work tile: query rows of a head, and the key tiles that they see or one split of these.
 #[derive(Clone, Copy)]
@@ -51,7 +52,7 @@ impl Work {
     pub(super) fn new<S: Tile>(
         index: u32,
         p: &AttentionParams,
-        seqlens_k: Global<i32>,
+        seqlens: Seqlens,
         columns: u32,
     ) -> Self {
         let (row_tiles, pairs) = (p.q_len.div_ceil(S::ROWS), p.q_heads * p.batch);
@@ -59,8 +60,7 @@ impl Work {
         let index = index - split * row_tiles * pairs;
         let (pair, row_tile) = Self::within(index, row_tiles, pairs, p.l2_section);
         let batch = quotient(pair, p.q_heads);
-        let seqlen =
-            Seqlen::new(seqlens_k.load(batch as usize), p.q_len, p.capacity, p.first_prompt != 0);
+        let seqlen = seqlens.get(batch, p);
         let hidden = seqlen.total.saturating_sub(columns);
         let row = row_tile * S::ROWS;
         let keys = KeyTiles::new::<S>([row, row + S::ROWS], seqlen, hidden, false, p);

@@ -38,6 +38,7 @@ use crate::simt::{
 };
 use crate::tile::fragment::{Fragments, accumulate_at, left_operands, scores_at, store, zeros};
 use crate::tile::rows::{Rows, close_all};
+use crate::tile::seqlens::Seqlens;
 use crate::tile::softmax::{ScoreScale, States, mask, weigh_with_slack};
 use crate::tile::swizzle::{Swizzled, swizzled_bytes};
 
@@ -128,7 +129,7 @@ impl<const M: usize, const D8: usize, const N8: usize, const THREADS: u32>
         k: TensorMap,
         v: TensorMap,
         q: Global<T>,
-        seqlens_k: Global<i32>,
+        seqlens: Seqlens,
         head_sink: Global<T>,
         out: Global<T>,
         lse: Global<f32>,
@@ -147,7 +148,7 @@ impl<const M: usize, const D8: usize, const N8: usize, const THREADS: u32>
             }
             fence_mbarrier_init();
         }
-        let rows = Rows::of_block(&p, seqlens_k, block_idx_x(), Self::ROWS);
+        let rows = Rows::of_block(&p, seqlens, block_idx_x(), Self::ROWS);
         Self::load_queries(&p, &rows, SideBySide, q, Swizzled::in_chunks_at(0, Self::ROWS));
         cp_async_commit();
 

@@ -2,7 +2,7 @@
 //! keys where work tiles would leave SMs idle; and what its sisters share with it.
 
 use crate::plan::TensorId;
-use crate::plan::build::{launch, tensor};
+use crate::plan::build::{launch, seqlens, tensor};
 use crate::plan::decision::Rejection;
 use crate::plan::device::{Capability, DeviceInfo};
 use crate::plan::family::{Call, Family, FusedPrologue, Job, Kernel};
@@ -241,11 +241,11 @@ pub(super) fn arguments(
         ("q", tensor_map(p, rows.query.arg, params.q, queries, hopper::QUERY_BOX)),
         ("k", k),
         ("v", v),
-        ("seqlens_k", tensor(TensorId::SeqlensK)),
         ("head_sink", tensor(TensorId::HeadSink)),
         ("lse", tensor(TensorId::Lse)),
         ("counter", counter),
     ];
+    arguments.extend(seqlens(p));
     arguments.extend(output(p));
     arguments
 }

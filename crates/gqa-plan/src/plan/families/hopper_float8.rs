@@ -3,7 +3,7 @@
 
 use super::hopper::{self, tensor_map};
 use crate::plan::TensorId;
-use crate::plan::build::{find, launch, tensor, u32_of};
+use crate::plan::build::{find, launch, seqlens, tensor, u32_of};
 use crate::plan::decision::Rejection;
 use crate::plan::device::DeviceInfo;
 use crate::plan::family::{Call, Family, FusedPrologue, Job, Kernel};
@@ -187,13 +187,13 @@ impl<'a> Operands<'a> {
             ("position_ids", given(tensor(TensorId::PositionIds))),
             ("k_scale", tensor(TensorId::KScale)),
             ("v_scale", tensor(TensorId::VScale)),
-            ("seqlens_k", tensor(TensorId::SeqlensK)),
             ("k_cache", tensor(TensorId::PresentKey)),
             ("v_cache", tensor(TensorId::PresentValue)),
             ("q_codes", self.q_codes),
             ("row_factors", self.row_factors),
             ("v_codes", self.v_codes),
         ];
+        let arguments = [&arguments[..], &seqlens(p)].concat();
         let grid = kernels::operands_grid(&params, entry.threads, device.multiprocessors);
         launch(entry, grid, &arguments, &params)
     }
@@ -222,7 +222,6 @@ impl<'a> Operands<'a> {
             ("v", map(self.v_codes, self.v, values, kernels::transposed_rows(entry.head_size))),
             ("row_factors", self.row_factors),
             ("v_scale", tensor(TensorId::VScale)),
-            ("seqlens_k", tensor(TensorId::SeqlensK)),
             ("head_sink", tensor(TensorId::HeadSink)),
             output(p)[0],
             ("counter", counter),
@@ -235,6 +234,7 @@ impl<'a> Operands<'a> {
             scales: self.scales,
             reserved: 0,
         };
+        let arguments = [&arguments[..], &seqlens(p)].concat();
         let grid = kernels::grid(self.params, entry.rows, device.multiprocessors);
         launch(entry, grid, &arguments, &params)
     }
