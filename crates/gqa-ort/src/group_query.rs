@@ -111,22 +111,7 @@ unsafe fn total_sequence_length(given: &Given) -> Result<usize, Error> {
 
 fn shapes(given: &Given, total: usize) -> Result<Shapes<'_>, Error> {
     let (query, seqlens_k) = (given.required_desc("query")?, given.required_desc("seqlens_k")?);
-    Ok(Shapes {
-        key: given.desc("key"),
-        value: given.desc("value"),
-        past_key: given.desc("past_key"),
-        past_value: given.desc("past_value"),
-        cos_cache: given.desc("cos_cache"),
-        sin_cache: given.desc("sin_cache"),
-        position_ids: given.desc("position_ids"),
-        attention_bias: given.desc("attention_bias"),
-        head_sink: given.desc("head_sink"),
-        k_scale: given.desc("k_scale"),
-        v_scale: given.desc("v_scale"),
-        q_norm_weight: given.desc("q_norm_weight"),
-        k_norm_weight: given.desc("k_norm_weight"),
-        ..Shapes::new(query, seqlens_k, total)
-    })
+    Ok(Shapes::new(query, seqlens_k, total).with(|name| given.desc(name)))
 }
 
 /// Whether past and present are one memory: rows are then appended in place.

@@ -1,7 +1,7 @@
 //! `com.microsoft.GroupQueryAttention`.
 
+use super::Inputs;
 use crate::backend::{Backend, Io, run};
-use gqa_plan::plan::{TensorId, Tensors};
 use gqa_plan::{CacheBinding, Layout, Problem, QkOutput, Scales};
 use gqa_tensor::{DType, Result, Tensor};
 
@@ -260,100 +260,6 @@ impl GroupQueryAttention {
         io.row_scales = cache.scales.as_mut().map(|scales| scales.each_mut());
         run(backend, &problem, &mut io)?;
         Ok(outputs)
-    }
-}
-
-/// The operator's inputs under their ONNX names; lengths and shapes are checked when the operator
-/// is applied.
-#[derive(Clone, Copy, Debug)]
-pub struct Inputs<'a> {
-    /// (B, S, N·H), or packed (B, S, (N + 2·Nk)·H); with [`Layout::Bnsh`] (B, N, S, H)
-    pub query: &'a Tensor,
-    /// (B, L, Nk·H); absent: packed
-    pub key: Option<&'a Tensor>,
-    /// As key
-    pub value: Option<&'a Tensor>,
-    /// (B, Nk, P, H); of 4-bit values H/2
-    pub past_key: Option<&'a Tensor>,
-    /// As past_key
-    pub past_value: Option<&'a Tensor>,
-    /// int32 (B): index of each sequence's last valid token after this call
-    pub seqlens_k: &'a Tensor,
-    /// int32, one element: the longest sequence after this call
-    pub total_sequence_length: &'a Tensor,
-    /// (max positions, rotary_dim/2)
-    pub cos_cache: Option<&'a Tensor>,
-    /// As cos_cache
-    pub sin_cache: Option<&'a Tensor>,
-    /// int64 (B, S or more)
-    pub position_ids: Option<&'a Tensor>,
-    /// (B or 1, N or 1, S, T)
-    pub attention_bias: Option<&'a Tensor>,
-    /// (N)
-    pub head_sink: Option<&'a Tensor>,
-    /// float32, finite and not 0: one for all keys in a quantized cache, or (Nk·H) in any shape
-    pub k_scale: Option<&'a Tensor>,
-    /// The same of values
-    pub v_scale: Option<&'a Tensor>,
-    /// (H): QK-norm weight: each head of query is divided by its root mean square and multiplied by
-    /// this, before RoPE
-    pub q_norm_weight: Option<&'a Tensor>,
-    /// (H): the same of key
-    pub k_norm_weight: Option<&'a Tensor>,
-    /// float32, one element, finite and not 0: output is float8e4m3fn, with true output = stored
-    /// output * output_scale (beyond ONNX)
-    pub output_scale: Option<&'a Tensor>,
-}
-
-impl<'a> Inputs<'a> {
-    /// The required inputs; set the optional ones as fields.
-    pub fn new(
-        query: &'a Tensor,
-        seqlens_k: &'a Tensor,
-        total_sequence_length: &'a Tensor,
-    ) -> Self {
-        Self {
-            query,
-            key: None,
-            value: None,
-            past_key: None,
-            past_value: None,
-            seqlens_k,
-            total_sequence_length,
-            cos_cache: None,
-            sin_cache: None,
-            position_ids: None,
-            attention_bias: None,
-            head_sink: None,
-            k_scale: None,
-            v_scale: None,
-            q_norm_weight: None,
-            k_norm_weight: None,
-            output_scale: None,
-        }
-    }
-}
-
-impl<'a> Inputs<'a> {
-    /// By role.
-    pub(super) fn tensors(&self) -> Tensors<&'a Tensor> {
-        Tensors::default()
-            .with(TensorId::Query, self.query)
-            .with(TensorId::Key, self.key)
-            .with(TensorId::Value, self.value)
-            .with(TensorId::PastKey, self.past_key)
-            .with(TensorId::PastValue, self.past_value)
-            .with(TensorId::SeqlensK, self.seqlens_k)
-            .with(TensorId::CosCache, self.cos_cache)
-            .with(TensorId::SinCache, self.sin_cache)
-            .with(TensorId::PositionIds, self.position_ids)
-            .with(TensorId::AttentionBias, self.attention_bias)
-            .with(TensorId::HeadSink, self.head_sink)
-            .with(TensorId::KScale, self.k_scale)
-            .with(TensorId::VScale, self.v_scale)
-            .with(TensorId::QNormWeight, self.q_norm_weight)
-            .with(TensorId::KNormWeight, self.k_norm_weight)
-            .with(TensorId::OutputScale, self.output_scale)
     }
 }
 

@@ -2,19 +2,19 @@
 
 mod attention;
 mod gqa;
+mod inputs;
 mod paged;
 mod rotary;
 mod scatter;
-mod shapes;
 pub(crate) mod validate;
 mod validate_attention;
 
 pub use attention::{Attention, AttentionInputs, AttentionOutputs};
-pub use gqa::{GroupQueryAttention, Inputs, KvCache, Outputs, QuantType};
+pub use gqa::{GroupQueryAttention, KvCache, Outputs, QuantType};
+pub use inputs::{Inputs, Shapes};
 pub use paged::{Bounds, PagedAttention, PagedCache, PagedInputs, PagedOutputs, PagedShapes};
 pub use rotary::{RotaryEmbedding, RotaryInputs};
 pub use scatter::{ScatterInputs, TensorScatter};
-pub use shapes::Shapes;
 pub use validate_attention::AttentionShapes;
 
 use gqa_tensor::DType;

@@ -11,24 +11,7 @@ use crate::error::{Error, Result};
 use crate::proto::NodeProto;
 
 /// Inputs in ONNX's order.
-pub(super) const INPUTS: [&str; 16] = [
-    "query",
-    "key",
-    "value",
-    "past_key",
-    "past_value",
-    "seqlens_k",
-    "total_sequence_length",
-    "cos_cache",
-    "sin_cache",
-    "position_ids",
-    "attention_bias",
-    "head_sink",
-    "k_scale",
-    "v_scale",
-    "q_norm_weight",
-    "k_norm_weight",
-];
+pub(super) const INPUTS: [&str; Inputs::NAMES.len()] = Inputs::NAMES;
 
 /// Outputs in ONNX's order.
 pub(super) const OUTPUTS: [&str; 4] = ["output", "present_key", "present_value", "output_qk"];
@@ -151,22 +134,10 @@ pub(super) fn run(
 fn inputs(arguments: &Arguments) -> Result<Inputs<'_>> {
     let required = |i: usize| arguments.required(i, INPUTS[i]);
     let [query, seqlens_k, total_sequence_length] = REQUIRED;
-    Ok(Inputs {
-        key: arguments.get(1),
-        value: arguments.get(2),
-        past_key: arguments.get(3),
-        past_value: arguments.get(4),
-        cos_cache: arguments.get(7),
-        sin_cache: arguments.get(8),
-        position_ids: arguments.get(9),
-        attention_bias: arguments.get(10),
-        head_sink: arguments.get(11),
-        k_scale: arguments.get(12),
-        v_scale: arguments.get(13),
-        q_norm_weight: arguments.get(14),
-        k_norm_weight: arguments.get(15),
-        ..Inputs::new(required(query)?, required(seqlens_k)?, required(total_sequence_length)?)
-    })
+    let named = |name: &str| arguments.get(INPUTS.iter().position(|input| *input == name)?);
+    let required =
+        Inputs::new(required(query)?, required(seqlens_k)?, required(total_sequence_length)?);
+    Ok(required.with(named))
 }
 
 #[cfg(test)]

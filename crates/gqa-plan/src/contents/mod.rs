@@ -50,12 +50,35 @@ fn check_indices(
         return check_first_rows(p, mode, inputs.need(TensorId::WriteIndices)?);
     }
     let bounds = Limits::of(p);
-    let last = integers("seqlens_k", inputs.need(TensorId::SeqlensK)?)?;
-    for (b, &last) in last.iter().enumerate().filter(|(_, last)| !empty(**last)) {
-        let length = bounds.length(b, last)?;
-        check_positions(p, inputs.input(TensorId::PositionIds), b, length)?;
+    let lengths = lengths(p, inputs)?;
+    for (b, lengths) in lengths.into_iter().enumerate().filter(|(_, of)| !empty(of.last)) {
+        let length = bounds.length(b, lengths.last)?;
+        let tokens = match p.phase {
+            Phase::FirstPrompt => length.min(lengths.rows),
+            _ => lengths.rows,
+        };
+        check_positions(p, inputs.input(TensorId::PositionIds), b, tokens)?;
     }
     Ok(())
+}
+
+/// What a call says of a sequence with a cache of its own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Lengths {
+    /// Index of the last token after the call.
+    pub last: i32,
+    /// Rows of the call that are the sequence's last tokens; in a first prompt rows from its first
+    /// token on, some of which may be padding.
+    pub rows: usize,
+}
+
+/// The lengths of all sequences.
+///
+/// # Errors
+/// Where a tensor of lengths is absent, or has another type.
+pub fn lengths(p: &Problem, inputs: &Tensors<TensorView<'_>>) -> Result<Vec<Lengths>> {
+    let last = integers("seqlens_k", inputs.need(TensorId::SeqlensK)?)?;
+    Ok(last.iter().map(|&last| Lengths { last, rows: p.q_len }).collect())
 }
 
 /// The elements of an int32 tensor.
@@ -144,18 +167,17 @@ impl Limits {
     }
 }
 
-/// Checks that explicit positions of batch entry `b`'s tokens are rows of cos_cache. Padding may
+/// Checks that explicit positions of batch entry `b`'s tokens, its first rows, are rows of cos_cache. Padding may
 /// have any position.
 fn check_positions(
     p: &Problem,
     position_ids: Option<TensorView<'_>>,
     b: usize,
-    length: usize,
+    tokens: usize,
 ) -> Result<()> {
     let (Some(rotary), Some(TensorView::I64(ids))) = (p.rotary, position_ids) else {
         return Ok(());
     };
-    let tokens = if p.phase == Phase::FirstPrompt { length.min(p.q_len) } else { p.q_len };
     let row_length = rotary.explicit.unwrap_or_default();
     for (s, &id) in ids.iter().skip(b * row_length).take(tokens).enumerate() {
         if !usize::try_from(id).is_ok_and(|id| id < rotary.max_positions) {

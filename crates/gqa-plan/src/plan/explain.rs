@@ -4,7 +4,7 @@ use super::cost::Cost;
 use super::decision::Decision;
 use super::device::DeviceInfo;
 use super::launch::{Arg, Launch, Plan};
-use crate::problem::{Alignment, CacheBinding, Layout, Phase, Problem, QkOutput, Scales, Sink};
+use crate::problem::{Alignment, CacheBinding, Layout, Problem, QkOutput, Scales, Sink};
 use std::fmt;
 
 /// A plan and the reasons for it, as plain data; its `Display` is the output of `gqa explain`.
@@ -172,11 +172,7 @@ impl fmt::Display for Problem {
 
 /// The call in words.
 fn describe(p: &Problem) -> Vec<String> {
-    let phase = match p.phase {
-        Phase::FirstPrompt => "first prompt",
-        Phase::SubsequentPrompt => "subsequent prompt",
-        Phase::TokenGeneration => "token generation",
-    };
+    let phase = p.phase.name();
     let cache = match p.cache {
         CacheBinding::Shared => "shared",
         CacheBinding::Separate => "separate",

@@ -21,6 +21,17 @@ pub enum Phase {
     TokenGeneration,
 }
 
+impl Phase {
+    /// As logs and explanations have it.
+    pub(crate) const fn name(self) -> &'static str {
+        match self {
+            Self::FirstPrompt => "first prompt",
+            Self::SubsequentPrompt => "subsequent prompt",
+            Self::TokenGeneration => "token generation",
+        }
+    }
+}
+
 /// The positions of query rows among the keys, which decide the visible keys.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Alignment {

@@ -6,6 +6,7 @@
 //! because the first of them attends to rows that the last ones evict; the surviving rows are
 //! copied back afterwards.
 
+use crate::contents::Lengths;
 use crate::problem::{Bias, CacheBinding, Phase, Problem, ProblemFields, Rotary};
 use gqa_kernels::concept::sliding::{Slide, Sliding};
 use gqa_tensor::Result;
@@ -66,14 +67,14 @@ impl Problem {
         })
     }
 
-    /// The effect of a call on a sequence whose last row has index `last`; never more new rows than
-    /// the sequence has.
-    pub fn slide(&self, sliding: Sliding, last: i32) -> Slide {
-        let q_len = u32::try_from(self.q_len).unwrap_or(u32::MAX);
-        let total = u32::try_from(i64::from(last) + 1).unwrap_or(0);
+    /// The effect of a call on a sequence of these lengths; never more new rows than the sequence
+    /// has.
+    pub fn slide(&self, sliding: Sliding, lengths: Lengths) -> Slide {
+        let rows = u32::try_from(lengths.rows).unwrap_or(u32::MAX);
+        let total = u32::try_from(i64::from(lengths.last) + 1).unwrap_or(0);
         match self.phase {
-            Phase::FirstPrompt => sliding.slide(0, total.min(q_len)),
-            _ => sliding.slide(total.saturating_sub(q_len), total),
+            Phase::FirstPrompt => sliding.slide(0, total.min(rows)),
+            _ => sliding.slide(total.saturating_sub(rows), total),
         }
     }
 }

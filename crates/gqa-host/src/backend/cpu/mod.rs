@@ -28,10 +28,11 @@ mod update;
 
 use super::{Backend, Io, IoViews};
 use append::Append;
-use element::{Element, elements, elements_mut, foreign};
+use element::{Element, elements, elements_mut};
 pub(crate) use executor::each;
 use executor::threads_for;
 pub use executor::{Executor, Rayon};
+use gqa_plan::contents;
 use gqa_plan::plan::TensorId;
 use gqa_plan::{CacheBinding, CallKind, Layout, Problem, QkNorm};
 use gqa_tensor::{DType, Error, Result, TensorView};
@@ -326,10 +327,8 @@ impl Run<'_> {
 
 /// Where each batch entry's rows stand.
 fn sequences(p: &Problem, io: &IoViews<'_>) -> Result<Vec<Sequence>> {
-    let TensorView::I32(last) = io.need(TensorId::SeqlensK)? else {
-        return Err(foreign("seqlens_k", io.need(TensorId::SeqlensK)?));
-    };
-    Ok(last.iter().enumerate().map(|(b, &last)| Sequence::new(p, b, last)).collect())
+    let lengths = contents::lengths(p, &io.inputs)?.into_iter();
+    Ok(lengths.enumerate().map(|(b, lengths)| Sequence::new(p, b, lengths)).collect())
 }
 
 /// RoPE, if the call has it.

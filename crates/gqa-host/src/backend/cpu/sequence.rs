@@ -1,5 +1,6 @@
 //! Positions of a call's rows in their sequences.
 
+use gqa_plan::contents::Lengths;
 use gqa_plan::{Alignment, Phase, Problem};
 use std::ops::Range;
 
@@ -17,13 +18,13 @@ pub(super) struct Sequence {
 }
 
 impl Sequence {
-    /// From seqlens_k of batch entry `b`. At most the capacity of the cache.
-    pub(super) fn new(p: &Problem, b: usize, last: i32) -> Self {
-        let total = usize::try_from(i64::from(last) + 1).unwrap_or(0).min(p.capacity);
+    /// Those of batch entry `b`. Keys are at most the capacity of the cache.
+    pub(super) fn new(p: &Problem, b: usize, lengths: Lengths) -> Self {
+        let total = usize::try_from(i64::from(lengths.last) + 1).unwrap_or(0).min(p.capacity);
         let position = match (p.alignment, p.phase) {
             (Alignment::Past(past), _) => past as i64,
             (Alignment::Phase, Phase::FirstPrompt) => 0,
-            _ => total as i64 - p.q_len as i64,
+            _ => total as i64 - lengths.rows as i64,
         };
         Self { first: [b, 0], rows: p.q_len, position, total }
     }

@@ -2,10 +2,10 @@
 //! row.
 
 use super::Run;
-use super::element::foreign;
 use super::executor::{Executor, each, threads_for};
 use crate::backend::IoViews;
 use gqa_kernels::concept::sliding::{Slide, Sliding};
+use gqa_plan::contents;
 use gqa_plan::plan::TensorId;
 use gqa_plan::{CacheBinding, Problem};
 use gqa_tensor::{CacheView, Result, Tensor, TensorView, TensorViewMut};
@@ -19,10 +19,8 @@ impl Run<'_> {
         sliding: Sliding,
         io: &mut IoViews<'_>,
     ) -> Result<()> {
-        let TensorView::I32(last) = io.need(TensorId::SeqlensK)? else {
-            return Err(foreign("seqlens_k", io.need(TensorId::SeqlensK)?));
-        };
-        let slides = last.iter().map(|&last| p.slide(sliding, last)).collect();
+        let lengths = contents::lengths(p, &io.inputs)?.into_iter();
+        let slides = lengths.map(|lengths| p.slide(sliding, lengths)).collect();
         let call = SlidingCall { problem: p, inner: p.counted_from_cache()?, slides };
         if p.is_staged() {
             return call.run_staged(self, io);
