@@ -10,16 +10,6 @@ use gqa_plan::plan::{Plan, TensorId, Tensors};
 use gqa_plan::{Problem, ProblemFields};
 use gqa_tensor::{DType, Error, Result, Tensor, TensorView};
 
-/// Tensors of indices into other tensors, as far as the call has them.
-const INDICES: [TensorId; 6] = [
-    TensorId::SeqlensK,
-    TensorId::WriteIndices,
-    TensorId::CumulativeSequenceLength,
-    TensorId::BlockTable,
-    TensorId::SlotMapping,
-    TensorId::PositionIds,
-];
-
 /// Whether `GQA_CHECK` enables [`contents`].
 ///
 /// # Errors
@@ -73,8 +63,12 @@ unsafe fn contents(
     let counters = DeviceView::new(workspace.counters, DType::I32, &counters);
     // SAFETY: the caller's.
     zero(&unsafe { counters.download(stream) }?)?;
-    let given = INDICES.into_iter().filter(|id| plan.tensors().iter().any(|(have, _)| have == id));
-    let given = given.filter_map(|id| Some((id, tensors.get(id)?)));
+    let is_number = |dtype| matches!(dtype, DType::I32 | DType::I64);
+    let numbers = plan
+        .tensors()
+        .iter()
+        .filter(|(id, spec)| is_number(spec.dtype) && !id.is_output() && *id != TensorId::TreeMask);
+    let given = numbers.filter_map(|&(id, _)| Some((id, tensors.get(id)?)));
     // SAFETY: the caller's.
     let read = given.map(|(id, view)| Ok((id, unsafe { view.download(stream) }?)));
     let read: Tensors<Tensor> = read.collect::<Result<_>>()?;

@@ -490,7 +490,7 @@ impl<
         if Self::keeps_place::<L>() {
             Self::keep(place);
         }
-        let asked = Self::ask_length(seqlens, place);
+        let asked = Self::ask_length(seqlens, place, p.attention.q_len);
         let a = &p.attention;
         let mut rows = Self::rows(a, place, layout);
         if L::MAY_BE_EMPTY && rows.count() == 0 {
@@ -527,7 +527,7 @@ impl<
         if !cache_first {
             Self::ask_queries::<_, H::Over<L>>(&opening, &rows);
         }
-        rows.seqlen = layout.seqlen(a, &rows, Self::length(seqlens, asked));
+        rows.seqlen = layout.seqlen(a, &rows, Self::length(seqlens, asked, a.q_len));
         let share = Share::new::<H::Over<L>>(&p, &rows, place, Self::KEYS, tree);
         let (rotations, lacks_rows) = if cache_first {
             Self::ask_cache_first(&opening, &rows, &share, &cache)
@@ -701,17 +701,17 @@ impl<
     /// Asks for the index of the sequence's last token; one lane for all where first keys are sent
     /// for before it is there.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn ask_length(seqlens: Seqlens, place: Place) -> Lengths {
+    fn ask_length(seqlens: Seqlens, place: Place, q_len: u32) -> Lengths {
         let asks = !Self::ASKS_AHEAD || lane() == 0;
-        if asks { seqlens.load(place.batch) } else { Lengths::default() }
+        if asks { seqlens.load(place.batch, q_len) } else { Lengths::default() }
     }
 
     /// What was asked for. The lane that has it tells the others here and not before: what they
     /// compute of a load of their own the assembler moves up, and they would wait for it ahead of
     /// the keys that need no length.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn length(seqlens: Seqlens, asked: Lengths) -> Lengths {
-        if Self::ASKS_AHEAD { seqlens.of_lane_0(asked) } else { asked }
+    fn length(seqlens: Seqlens, asked: Lengths, q_len: u32) -> Lengths {
+        if Self::ASKS_AHEAD { seqlens.of_lane_0(asked, q_len) } else { asked }
     }
 
     /// Waits for the launch before this one, and lets the next one take the places of blocks that

@@ -151,7 +151,7 @@ impl Tile {
             kv_head: (head % kv_heads as u64) as u32,
             first_row: (per_head - 1 - (tile % per_head as u64) as u32) * ROWS,
             group: Group::new(p.q_heads, p.kv_heads),
-            band: Band::new(seqlens.load(batch), masked),
+            band: Band::new(seqlens.load(batch, p.q_len), masked),
             q_len: p.q_len,
         }
     }

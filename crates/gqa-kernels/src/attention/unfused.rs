@@ -269,7 +269,7 @@ pub fn unfused_softmax<T: Element>(
         let bias_at = p.bias.at(batch, head, s);
         let (scores, output_qk) = (scores.offset(at), output_qk.offset(at));
         let line = Line { scores, bias, mask, bias_at, output_qk, p };
-        let visible = Band::new(seqlens.load(batch), &masked).visible(s);
+        let visible = Band::new(seqlens.load(batch, p.q_len), &masked).visible(s);
         let mut state = PlainState::EMPTY;
         state.raise(line.scores(visible.first, visible.end));
         state.sum = warp_sum(line.weigh(&state));
@@ -390,7 +390,7 @@ pub fn unfused_values<T: Element, O: Element>(
     let mut number = block_idx_x() as u64;
     while number < tiles {
         let tile = Tile::new(number, masked.v_head_size, p);
-        let band = Band::new(seqlens.load(tile.batch), &masked);
+        let band = Band::new(seqlens.load(tile.batch, p.q_len), &masked);
         let product = values_tile(&tile, band.total.min(p.qk_columns), v, scores, &masked);
         store_output(&tile, &product, out, &masked);
         number += grid_dim_x() as u64;

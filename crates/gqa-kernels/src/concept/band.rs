@@ -30,7 +30,7 @@ impl Band {
             alignment::POSITION => p.position as i64,
             alignment::END => total as i64 - q_len as i64,
             _ if p.attention.first_prompt != 0 => 0,
-            _ => total.saturating_sub(lengths.tokens(q_len)) as i64,
+            _ => total.saturating_sub(lengths.tokens) as i64,
         };
         Self {
             total,

@@ -5,6 +5,8 @@
 pub struct Lengths {
     /// Index of the last valid token: the length is one more. Negative: there is no token.
     pub last: i32,
+    /// New tokens of a sequence that is that long and began before the call.
+    pub tokens: u32,
 }
 
 impl Lengths {
@@ -12,13 +14,6 @@ impl Lengths {
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn total(self, capacity: u32) -> u32 {
         if self.last < 0 { 0 } else { (self.last as u32).saturating_add(1).min(capacity) }
-    }
-
-    /// New tokens of a sequence that begins before the call, or that has fewer tokens than the call
-    /// has rows.
-    #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub fn tokens(self, q_len: u32) -> u32 {
-        q_len
     }
 }
 
@@ -36,9 +31,9 @@ impl Seqlen {
     /// From the entry's lengths, clamped to the size of the buffers so that no value on the device
     /// can cause accesses outside of them.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub fn new(lengths: Lengths, q_len: u32, capacity: u32, first_prompt: bool) -> Self {
+    pub fn new(lengths: Lengths, capacity: u32, first_prompt: bool) -> Self {
         let total = lengths.total(capacity);
-        let past = if first_prompt { 0 } else { total.saturating_sub(lengths.tokens(q_len)) };
+        let past = if first_prompt { 0 } else { total.saturating_sub(lengths.tokens) };
         Self { total, past }
     }
 

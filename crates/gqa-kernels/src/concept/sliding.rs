@@ -48,6 +48,14 @@ pub struct Slide {
     pub after: u32,
 }
 
+impl Slide {
+    /// Rows in the cache after the call that were there before it.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub const fn kept(self) -> u32 {
+        self.after.saturating_sub(self.total - self.past)
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

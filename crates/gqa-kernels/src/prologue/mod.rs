@@ -72,7 +72,7 @@ pub const THREADS: u32 = 256;
 /// Lengths of batch entry `b`.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn seqlen(p: &PrologueParams, seqlens: Seqlens, b: u32) -> Seqlen {
-    Seqlen::new(seqlens.load(b), p.q_len, p.capacity, p.first_prompt != 0)
+    Seqlen::new(seqlens.load(b, p.q_len), p.capacity, p.first_prompt != 0)
 }
 
 #[cfg(not(target_arch = "nvptx64"))]

@@ -18,8 +18,8 @@
 //! | `0 .. kept` | row `j + evicted` |
 //! | `kept .. capacity` | unchanged, or 0 if `clears` |
 //!
-//! `kept` is the number of rows in the cache after the call, minus one in a decode step, whose new
-//! row is appended later.
+//! `kept` is the number of rows in the cache after the call, without the new one in a decode step,
+//! which is appended later.
 //!
 //! **Grid** of `rolling_kv`: CTAs stride over (batch, key heads and then value heads, four columns
 //! of 16 bytes). A CTA moves 512 rows at a time: in place, it reads all of them before it writes
@@ -50,7 +50,7 @@ const ROWS: u32 = THREADS / COLUMNS;
 fn slide(p: &RollingParams, seqlens: Seqlens, b: u32) -> Slide {
     let is_prompt = p.first_prompt != 0;
     let most = if is_prompt { p.q_len } else { u32::MAX };
-    let Seqlen { total, past } = Seqlen::new(seqlens.load(b), p.q_len, most, is_prompt);
+    let Seqlen { total, past } = Seqlen::new(seqlens.load(b, p.q_len), most, is_prompt);
     Sliding { window: p.window, capacity: p.capacity }.slide(past, total)
 }
 
@@ -115,7 +115,7 @@ impl Lane {
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn run(&self, p: &RollingParams, slide: Slide) {
         // A decode step appends its new row later.
-        let kept = if p.staged != 0 { slide.after } else { slide.after.saturating_sub(1) };
+        let kept = if p.staged != 0 { slide.after } else { slide.kept() };
         let written = if p.clears != 0 { p.capacity } else { kept };
         if p.in_place != 0 && slide.evicted == 0 {
             return;

@@ -36,9 +36,8 @@ pub fn tree_mask_rows(
 ) {
     for [b, _, s, vector] in Walk::over(tree_mask_rows_size(&p)) {
         let (word, past) = if starts.is_null() {
-            let lengths = seqlens.load(b);
-            let Seqlen { past, .. } =
-                Seqlen::new(lengths, p.q_len, p.capacity, p.first_prompt != 0);
+            let lengths = seqlens.load(b, p.q_len);
+            let Seqlen { past, .. } = Seqlen::new(lengths, p.capacity, p.first_prompt != 0);
             (tree_mask.load((b * p.q_len + s) as usize) as u64, past)
         } else {
             let bounds = [b, b + 1].map(|i| starts.load(i as usize));

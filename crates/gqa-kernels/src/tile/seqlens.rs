@@ -23,21 +23,21 @@ impl Seqlens {
         Self::new(past_seqlens)
     }
 
-    /// Loads what the tensors say of batch entry `b`.
+    /// Loads what the tensors say of batch entry `b` of a call of `q_len` rows.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub fn load(self, b: u32) -> Lengths {
-        Lengths { last: self.last.load(b as usize) }
+    pub fn load(self, b: u32, q_len: u32) -> Lengths {
+        Lengths { last: self.last.load(b as usize), tokens: q_len }
     }
 
     /// What lane 0 has loaded, for all lanes of the warp.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub fn of_lane_0(self, loaded: Lengths) -> Lengths {
-        Lengths { last: shfl_idx_u32(loaded.last as u32, 0) as i32 }
+    pub fn of_lane_0(self, loaded: Lengths, q_len: u32) -> Lengths {
+        Lengths { last: shfl_idx_u32(loaded.last as u32, 0) as i32, tokens: q_len }
     }
 
     /// The sequence of batch entry `b`.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn get(self, b: u32, p: &AttentionParams) -> Seqlen {
-        Seqlen::new(self.load(b), p.q_len, p.capacity, p.first_prompt != 0)
+        Seqlen::new(self.load(b, p.q_len), p.capacity, p.first_prompt != 0)
     }
 }

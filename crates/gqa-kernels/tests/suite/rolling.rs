@@ -71,8 +71,7 @@ impl Case {
 
     fn past(&self, b: u32) -> u32 {
         Seqlen::new(
-            Lengths { last: self.totals[b as usize] as i32 - 1 },
-            self.q_len,
+            Lengths { last: self.totals[b as usize] as i32 - 1, tokens: self.q_len },
             u32::MAX,
             self.first_prompt,
         )

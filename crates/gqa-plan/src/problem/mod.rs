@@ -685,6 +685,11 @@ impl Problem {
         u32::try_from(self.total_len).unwrap_or(u32::MAX)
     }
 
+    /// Rows that a sequence may have in the call: its tokens, and padding after them.
+    pub(crate) fn longest_padded(&self) -> usize {
+        self.total_len
+    }
+
     /// The scale for kernels that scale masked scores (-inf), too: never 0, nor a value that
     /// float32 flushes to 0.
     pub fn least_scale(&self) -> f32 {

@@ -15,11 +15,11 @@ impl Problem {
     /// Vector width in bytes for moving rolling or paged rows.
     pub const VECTOR_BYTES: usize = 16;
 
-    /// The geometry of the rolling cache; `None` where every sequence fits it, so that no row is
-    /// evicted.
+    /// The geometry of the rolling cache; `None` where every sequence fits it, padding included, so
+    /// that no row is evicted.
     pub fn sliding(&self) -> Option<Sliding> {
         let size = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
-        let slides = self.slides && self.total_len > self.capacity;
+        let slides = self.slides && self.longest_padded() > self.capacity;
         slides.then(|| Sliding {
             window: size(self.window.unwrap_or(self.capacity)),
             capacity: size(self.capacity),

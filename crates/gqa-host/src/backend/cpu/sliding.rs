@@ -41,8 +41,7 @@ struct SlidingCall<'a> {
 impl SlidingCall<'_> {
     /// Moves the surviving rows to the front, to make room for the new row, if there is one.
     fn make_room(&self, executor: &dyn Executor, io: &mut IoViews<'_>) -> Result<()> {
-        let new = self.problem.q_len;
-        let kept = |slide: &Slide| (slide.after as usize).saturating_sub(new);
+        let kept = |slide: &Slide| slide.kept() as usize;
         self.keep(
             executor,
             io.input(TensorId::PastKey),

@@ -127,7 +127,7 @@ impl Layout for SideBySide {
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn seqlen(self, a: &AttentionParams, _: &Rows, lengths: Lengths) -> Seqlen {
-        Seqlen::new(lengths, a.q_len, a.capacity, a.first_prompt != 0)
+        Seqlen::new(lengths, a.capacity, a.first_prompt != 0)
     }
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]

@@ -212,7 +212,7 @@ impl<
     fn tiles<L: Layout>(p: &DecodeParams, layout: L, lengths: Seqlens, b: u32) -> u32 {
         let a = &p.attention;
         // Both are asked for before either is there.
-        let length = lengths.load(b);
+        let length = lengths.load(b, a.q_len);
         let rows = layout.rows(a, Rows::of(a, 0, 0, b, Self::ROWS));
         if L::MAY_BE_EMPTY && rows.count() == 0 {
             return 0;
