@@ -22,7 +22,6 @@ OPERATORS = [("", "Attention"), ("", "RotaryEmbedding"), ("", "TensorScatter"),
              ("com.microsoft", "GroupQueryAttention"), ("com.microsoft", "PagedAttention")]
 # What the schemas have and our operators do not, with the reason.
 REFUSED = [
-    ("GroupQueryAttention", "inputs", "query_seqlens", "it is not computed yet, and refused by name"),
     ("PagedAttention", "inputs", "value_cache", "it is required: absent in the LATENT layout only, which is refused by name"),
 ]
 

@@ -307,7 +307,8 @@ class SmolLM2(unittest.TestCase):
 
 
 NAMES = ["query", "key", "value", "past_key", "past_value", "seqlens_k", "total_sequence_length", "cos_cache", "sin_cache",
-         "position_ids", "attention_bias", "head_sink", "k_scale", "v_scale", "q_norm_weight", "k_norm_weight"]
+         "position_ids", "attention_bias", "head_sink", "k_scale", "v_scale", "q_norm_weight", "k_norm_weight",
+         "query_seqlens"]
 
 
 PAGED = ["query", "key", "value", "key_cache", "value_cache", "cumulative_sequence_length", "past_seqlens", "block_table", "cos_cache",
@@ -497,6 +498,68 @@ class Nodes(unittest.TestCase):
             for ours, theirs in zip(got, want, strict=True):
                 np.testing.assert_allclose(ours[b : b + 1], theirs, atol=2e-5)
 
+    def test_chunks_padded_at_the_right(self):
+        """Sequences with all rows, some, one and none, after a past and as their first ones."""
+        feed = layer(4, 10, total=24, batch=5)
+        pasts, tokens = np.array([10, 0, 7, 20, 3]), np.array([4, 2, 0, 1, 3])
+        feed |= {"seqlens_k": (pasts + tokens - 1).astype(np.int32), "total_sequence_length": np.array([24], np.int32)}
+        feed |= {"query_seqlens": tokens.astype(np.int32)}
+        for b, count in enumerate(tokens):
+            for name in ["query", "key", "value"]:
+                feed[name][b, count:] = np.nan
+        for attributes in [{}, {"local_window_size": 5}, {"smooth_softmax": 1}]:
+            with self.subTest(**attributes):
+                self.assert_same_tokens(feed, **attributes)
+        one = feed | {name: feed[name][:, :1] for name in ["query", "key", "value"]}
+        one |= {"query_seqlens": np.minimum(tokens, 1).astype(np.int32)}
+        self.assert_same_tokens(one)
+        angle = np.outer(np.arange(24), 10_000.0 ** (-np.arange(16) / 16)).astype(np.float32)
+        turns = {"cos_cache": np.cos(angle), "sin_cache": np.sin(angle)}
+        self.assert_same_tokens(feed | turns, do_rotary=1)
+        ids = np.minimum(pasts[:, None] + np.arange(4)[::-1], 23)
+        self.assert_same_tokens(feed | turns | {"position_ids": ids}, do_rotary=1)
+        rolls = feed | {name: feed[name][:, :, :8] for name in ["past_key", "past_value"]}
+        self.assert_same_tokens(rolls, local_window_size=6, sliding_window_cache=1)
+        self.assert_same_tokens(one | {name: rolls[name] for name in ["past_key", "past_value"]}, local_window_size=8, sliding_window_cache=1)
+
+    def assert_same_tokens(self, feed, **attributes):
+        """Rows of padding are 0; theirs may be anything, and so may rows behind those that a cache holds."""
+        model = one_node(feed, num_heads=6, kv_num_heads=2, **attributes)
+        got, want = (session(model, whose).run(None, feed) for whose in [OURS, THEIRS])
+        capacity, window = feed["past_key"].shape[2], attributes.get("local_window_size")
+        for b, (last, tokens) in enumerate(zip(feed["seqlens_k"], feed["query_seqlens"])):
+            np.testing.assert_allclose(got[0][b, :tokens], want[0][b, :tokens], atol=2e-5, rtol=1e-3)
+            self.assertFalse(got[0][b, tokens:].any())
+            held = last + 1
+            if held > capacity:
+                step = capacity - window + 1
+                held -= -(-(held - capacity) // step) * step
+            for ours, theirs in zip(got[1:], want[1:], strict=True):
+                np.testing.assert_allclose(ours[b, :, :held], theirs[b, :, :held], atol=2e-5)
+
+    def test_errors_of_chunks_padded_at_the_right(self):
+        heads = {"num_heads": 6, "kv_num_heads": 2}
+        feed = layer(4, 10, total=16, batch=2) | {"query_seqlens": np.array([4, 2], np.int32)}
+        tokens = lambda *values: feed | {"query_seqlens": np.array(values, np.int32)}
+        without = lambda *names: {name: array for name, array in feed.items() if name not in names}
+        cut = feed | {name: feed[name][:, :0] for name in ["key", "value"]}
+        for given, attributes, text in [
+            (feed, {"causal": 0}, "causal: got 0; allowed: 1, as query_seqlens is given"),
+            (without("past_key", "past_value"), {}, "past_key: got no input; allowed: a tensor, as query_seqlens is given"),
+            (cut, {}, "key: got kv_sequence_length = 0; allowed: sequence_length = 4, as query_seqlens is given"),
+            (tokens(4), {}, "query_seqlens: got (1); allowed: (batch_size = 2)"),
+            (feed | {"total_sequence_length": np.array([3], np.int32)}, {}, "total_sequence_length: got 3; allowed: 4 or more"),
+        ]:
+            self.assertIn(text, refusal(one_node(given, **heads, **attributes), given))
+        for given, text in [
+            (tokens(5, 2), r"query_seqlens: got 5 for batch entry 0; allowed: 2 to 4, as 4 rows"),
+            (tokens(4, -1), r"query_seqlens: got -1 for batch entry 1; allowed: 2 to 4"),
+            (tokens(4, 1), r"query_seqlens: got 1 for batch entry 1; allowed: 2 to 4, as 4 rows have to fit behind the past"),
+            (feed | {"seqlens_k": np.array([13, 14], np.int32)}, r"seqlens_k: got 14 for batch entry 1; allowed: 0 to 13"),
+            (feed | {"seqlens_k": np.array([13, -1], np.int32)}, r"seqlens_k: got -1 for batch entry 1; allowed: 0 to 13"),
+        ] if ON_CPU else []:  # What is on a GPU is not looked at.
+            self.assertRegex(refusal(one_node(given, **heads), given), text)
+
     def test_paged_attention(self):
         """What GroupQueryAttention computes of each sequence alone. Theirs is for CUDA only."""
         random, block, size = np.random.default_rng(9), 16, 32
@@ -574,13 +637,6 @@ class Nodes(unittest.TestCase):
 
 class Schemas(unittest.TestCase):
     """Our operators have the names, the optionality and the defaults of the installed onnxruntime's, but for what is refused."""
-
-    def test_an_input_that_is_not_computed_is_refused_by_name(self):
-        feed = layer(4, 10)
-        given = feed | {"query_seqlens": np.array([4], np.int32)}
-        text = refusal(model_of("GroupQueryAttention", [*NAMES, "query_seqlens"], given,
-                                [helper.make_tensor_value_info("output", TensorProto.FLOAT, None)], num_heads=6, kv_num_heads=2), given)
-        self.assertIn("query_seqlens: got an input; allowed: none, as it is not computed yet", text)
 
     def test_inputs_outputs_and_attributes(self):
         library = ctypes.CDLL(LIBRARY)
@@ -795,20 +851,28 @@ class SharedMemory(unittest.TestCase):
 
 
 def random_call(random, sizes=(16, 32, 64, 80), longest=60):
-    """Inputs, number of outputs, attributes, and each sequence's length, of a call that both take."""
+    """Inputs, number of outputs, attributes, each sequence's length, and its new tokens, of a call that both take."""
     group, kv_heads, size = random.choice([1, 2, 3, 4]), random.choice([1, 2, 3]), random.choice(sizes)
     heads, dtype = group * kv_heads, random.choice([np.float32, np.float32, np.float16])
     past = lambda: random.randint(1, longest)
     rows, past = random.choice([(random.randint(1, 40), 0), (random.randint(2, 20), past()), (1, past())])
-    batch = 1 if past and rows > 1 else random.choice([1, 2, 3])
+    padded = bool(past) and random.random() < 0.4
+    batch = 1 if past and rows > 1 and not padded else random.choice([1, 2, 3])
     numbers, total = np.random.default_rng(random.getrandbits(32)), rows + past
     noise = lambda *shape: numbers.standard_normal(shape).astype(dtype)
     lengths = [total] + [random.randint(rows if past else 1, total) for _ in range(batch - 1)]
+    tokens = [min(length, rows) if rows == total else rows for length in lengths]
+    if padded:
+        pasts = [random.randint(0, past) for _ in range(batch)]
+        tokens = [random.randint(0 if before else 1, rows) for before in pasts]
+        lengths = [before + new for before, new in zip(pasts, tokens)]
     attributes = {"num_heads": heads, "kv_num_heads": kv_heads}
     feed = {"query": noise(batch, rows, heads * size), "key": noise(batch, rows, kv_heads * size), "value": noise(batch, rows, kv_heads * size)}
     if random.random() < 0.3:
         feed["query"] = np.concatenate([feed.pop(name) for name in ["query", "key", "value"]], axis=2)
     feed |= {"seqlens_k": np.array(lengths, np.int32) - 1, "total_sequence_length": np.array([total], np.int32)}
+    if padded:
+        feed["query_seqlens"] = np.array(tokens, np.int32)
     room = random.choice([past, past, total + random.randint(0, 9)])
     cache = random.choice([None, None, None, "int8", "int4"])
     if cache:
@@ -833,11 +897,11 @@ def random_call(random, sizes=(16, 32, 64, 80), longest=60):
     for name, value in [("scale", random.uniform(0.05, 0.5)), ("softcap", random.uniform(1, 20)), ("smooth_softmax", random.choice([-1, 0, 1]))]:
         if random.random() < 0.2:
             attributes[name] = value
-    name, value = random.choice([("causal", 0), ("local_window_size", random.choice([-1, 1, 2, 5, 16, 100])), ("causal", 1)])
+    name, value = random.choice([("causal", int(padded)), ("local_window_size", random.choice([-1, 1, 2, 5, 16, 100])), ("causal", 1)])
     attributes[name] = value
     if random.random() < 0.15:
         attributes["qk_output"] = random.choice([1, 2])
-    return feed, 4 if "qk_output" in attributes else 3, attributes, lengths
+    return feed, 4 if "qk_output" in attributes else 3, attributes, lengths, tokens
 
 
 @unittest.skipUnless(ON_CPU, "tests/ort_cuda.py has random calls on a GPU")
@@ -848,19 +912,17 @@ class RandomNodes(unittest.TestCase):
         seed = int(os.environ.get("ORT_SEED", random.getrandbits(32)))
         print(f"ORT_SEED={seed}", flush=True)
         for number in range(int(os.environ.get("ORT_CALLS", 150))):
-            feed, outputs, attributes, lengths = random_call(random.Random(seed + number))
+            feed, outputs, attributes, lengths, tokens = random_call(random.Random(seed + number))
             with self.subTest(number=number, attributes=attributes, shapes={name: array.shape for name, array in feed.items()}):
                 model = one_node(feed, outputs, **attributes)
                 got, want = (session(model, whose).run(None, feed) for whose in [OURS, THEIRS])
-                self.assert_same(feed, lengths, got, want)
+                self.assert_same(feed, lengths, tokens, got, want)
 
-    def assert_same(self, feed, lengths, got, want):
+    def assert_same(self, feed, lengths, tokens, got, want):
         """Padding and what is behind a sequence's length mean nothing."""
         exact = feed["query"].dtype == np.float32 and "k_scale" not in feed
         tolerance = 2e-4 if exact else 2e-2 if "k_scale" not in feed else 0.1
-        rows, total = feed["query"].shape[1], feed["total_sequence_length"][0]
-        for b, length in enumerate(lengths):
-            valid = min(length, rows) if rows == total else rows
+        for b, (length, valid) in enumerate(zip(lengths, tokens, strict=True)):
             close = lambda ours, theirs: np.testing.assert_allclose(ours.astype(float), theirs.astype(float), tolerance, tolerance)
             close(got[0][b, :valid], want[0][b, :valid])
             for ours, theirs in zip(got[1:3], want[1:3], strict=True):

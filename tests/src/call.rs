@@ -12,8 +12,8 @@ use rand::{RngExt, SeedableRng};
 use rand_distr::{Distribution, Normal};
 use std::ops::Deref;
 
-/// A case with data. Past rows after each sequence's valid length hold NaN: no result may depend on
-/// them.
+/// A case with data. Past rows after each sequence's valid length hold NaN, and so do the rows that
+/// are padding by query_seqlens: no result may depend on them.
 #[derive(Clone, Debug)]
 pub struct Call {
     /// What it was made from.
@@ -23,6 +23,7 @@ pub struct Call {
     value: Option<Tensor>,
     past: Option<KvCache>,
     seqlens_k: Tensor,
+    query_seqlens: Option<Tensor>,
     total_sequence_length: Tensor,
     cos_cache: Option<Tensor>,
     sin_cache: Option<Tensor>,
@@ -44,13 +45,14 @@ impl Call {
         let new_rows = if case.no_new_rows { 0 } else { case.q_len };
         let (query, key, value) = if case.packed {
             let width = (heads + 2 * case.kv_heads) * size;
-            (data.normal(&[case.batch(), case.q_len, width], case.spread), None, None)
+            let query = data.normal(&[case.batch(), case.q_len, width], case.spread);
+            (padded(case, query), None, None)
         } else {
             let shape = |heads, rows| case_rows_shape(case, heads, rows);
             (
-                data.normal(&shape(heads, case.q_len), case.spread),
-                Some(data.normal(&shape(case.kv_heads, new_rows), case.spread)),
-                Some(data.normal(&shape(case.kv_heads, new_rows), 1.0)),
+                padded(case, data.normal(&shape(heads, case.q_len), case.spread)),
+                Some(padded(case, data.normal(&shape(case.kv_heads, new_rows), case.spread))),
+                Some(padded(case, data.normal(&shape(case.kv_heads, new_rows), 1.0))),
             )
         };
         let (cos_cache, sin_cache, position_ids) = data.rotary(case);
@@ -61,6 +63,7 @@ impl Call {
             value,
             past: data.past(case),
             seqlens_k: data.seqlens(case),
+            query_seqlens: case.tokens.as_ref().map(|tokens| integers(tokens)),
             total_sequence_length: Tensor::from(
                 ndarray::arr1(&[case.total_len() as i32]).into_dyn(),
             ),
@@ -96,6 +99,7 @@ impl Call {
             ("head_sink", self.head_sink.clone()),
             ("k_scale", of(&scales, 0)),
             ("v_scale", of(&scales, 1)),
+            ("query_seqlens", self.query_seqlens.clone()),
             ("q_norm_weight", of(&self.norm_weights, 0)),
             ("k_norm_weight", of(&self.norm_weights, 1)),
             ("output_scale", self.output_scale.clone()),
@@ -217,6 +221,7 @@ impl Call {
             head_sink: self.head_sink.as_ref(),
             k_scale: self.scales.as_ref().map(|[key, _]| key),
             v_scale: self.scales.as_ref().map(|[_, value]| value),
+            query_seqlens: self.query_seqlens.as_ref(),
             q_norm_weight: self.norm_weights.as_ref().map(|[query, _]| query),
             k_norm_weight: self.norm_weights.as_ref().map(|[_, key]| key),
             output_scale: self.output_scale.as_ref(),
@@ -240,6 +245,29 @@ impl Deref for Results {
     fn deref(&self) -> &Outputs {
         &self.outputs
     }
+}
+
+/// A tensor of integers, one for each batch entry.
+fn integers(values: &[usize]) -> Tensor {
+    let values: Vec<i32> = values.iter().map(|&value| value as i32).collect();
+    Tensor::from(ndarray::arr1(&values).into_dyn())
+}
+
+/// The rows of a call, with NaN in those that are padding by query_seqlens.
+fn padded(case: &Case, rows: Tensor) -> Tensor {
+    if case.tokens.is_none() {
+        return rows;
+    }
+    let heads = if case.layout == Layout::Bsnh { 1 } else { rows.shape()[1] };
+    let mut values: Vec<f32> = rows.to_f64().into_iter().map(|x| x as f32).collect();
+    let size = values.len() / (case.batch() * heads * case.q_len);
+    for (index, row) in values.chunks_exact_mut(size).enumerate() {
+        let (b, s) = (index / case.q_len / heads, index % case.q_len);
+        if s >= case.tokens(b) {
+            row.fill(f32::NAN);
+        }
+    }
+    Tensor::from_f32(case.dtype, rows.shape(), &values).expect("a floating-point type")
 }
 
 /// A tensor for results, of NaN.
@@ -419,7 +447,7 @@ impl Data {
             Positions::Implicit => None,
             Positions::Explicit { extra } => {
                 let shape = IxDyn(&[case.batch(), case.q_len + extra]);
-                let is_padding = |b: usize, s: usize| case.first_prompt && s >= case.total(b);
+                let is_padding = |b: usize, s: usize| s >= case.tokens(b);
                 Some(Tensor::from(ArrayD::from_shape_fn(shape, |at| {
                     match is_padding(at[0], at[1]) {
                         true => self.rng.random(),

@@ -45,6 +45,9 @@ pub struct Case {
     /// Valid past rows of each batch entry; for a first prompt, the padding rows of each entry
     /// instead.
     pub past: Vec<usize>,
+    /// query_seqlens: how many of each entry's rows are tokens, at most `q_len`. The others are
+    /// padding on the right.
+    pub tokens: Option<Vec<usize>>,
     /// No past: rows start at position 0 and may be padded on the right.
     pub first_prompt: bool,
     /// The past already holds all K and V rows; the call has none.
@@ -105,12 +108,37 @@ impl Case {
 
     /// Valid rows of a batch entry after the call.
     pub fn total(&self, b: usize) -> usize {
-        if self.first_prompt { self.q_len - self.past[b] } else { self.past[b] + self.q_len }
+        match &self.tokens {
+            Some(tokens) => self.past[b] + tokens[b],
+            None if self.first_prompt => self.q_len - self.past[b],
+            None => self.past[b] + self.q_len,
+        }
+    }
+
+    /// Rows of a batch entry that are tokens.
+    pub fn tokens(&self, b: usize) -> usize {
+        match &self.tokens {
+            Some(tokens) => tokens[b],
+            None if self.first_prompt => self.total(b),
+            None => self.q_len,
+        }
+    }
+
+    /// The longest past, with room for all rows behind it.
+    fn padded_len(&self) -> usize {
+        self.past.iter().max().map_or(0, |past| past + self.q_len)
     }
 
     /// total_sequence_length.
     pub fn total_len(&self) -> usize {
         let longest = (0..self.batch()).map(|b| self.total(b)).max().unwrap_or(0);
+        if self.tokens.is_some() {
+            // An upper bound; a rolling cache may be for fewer tokens than the chunk has rows.
+            let grows = self.sliding.is_none() && !self.shared && self.spare_rows == 0;
+            let least = if self.sliding.is_some() { longest } else { longest.max(self.q_len) };
+            let is_loose = grows || self.seed.is_multiple_of(2);
+            return if is_loose { self.padded_len() } else { least };
+        }
         if self.first_prompt { self.q_len } else { longest }
     }
 
@@ -119,6 +147,10 @@ impl Case {
     pub fn past_rows(&self) -> usize {
         if let Some(rows) = self.sliding {
             return self.window as usize + rows;
+        }
+        if self.tokens.is_some() {
+            let grows = !self.shared && self.spare_rows == 0;
+            return self.padded_len() + self.spare_rows - if grows { self.q_len } else { 0 };
         }
         match (self.shared || self.no_new_rows, self.first_prompt) {
             (true, _) => self.total_len() + self.spare_rows,
@@ -343,6 +375,7 @@ fn assemble(drawn: Drawn, rows: Vec<usize>, q_len: usize) -> Case {
         head_size,
         q_len,
         past,
+        tokens: None,
         first_prompt,
         no_new_rows,
         shared: shared || quantized.is_some_and(|how| how.scales == Scales::PerToken),
@@ -437,6 +470,34 @@ pub fn sliding(cases: BoxedStrategy<Case>, most_rows: usize) -> BoxedStrategy<Ca
                 quantized,
                 rotary: case.rotary.filter(|_| turns),
                 qk_norm: case.qk_norm && turns,
+                ..case
+            }
+        })
+        .boxed()
+}
+
+/// The same calls as chunks padded at the right: each sequence has any number of the rows, none and
+/// all included, after its past or as its first ones.
+pub fn padded(cases: BoxedStrategy<Case>) -> BoxedStrategy<Case> {
+    let some = proptest::collection::vec(prop_oneof![Just(0.0), Just(1.0), 0.0..1.0f64], 3);
+    (cases, some)
+        .prop_map(|(case, some)| {
+            let past = if case.first_prompt { vec![0; case.batch()] } else { case.past.clone() };
+            let tokens = past.iter().zip(some).map(|(&past, part)| {
+                let tokens = (part * case.q_len as f64).round() as usize;
+                // A sequence has a token after the call.
+                tokens.max(usize::from(past == 0))
+            });
+            let tokens = tokens.collect();
+            // There is a tensor past_key.
+            let spare = if past.iter().all(|&past| past == 0) { 5 } else { 0 };
+            Case {
+                past,
+                tokens: Some(tokens),
+                first_prompt: false,
+                no_new_rows: false,
+                causal: true,
+                spare_rows: case.spare_rows.max(spare),
                 ..case
             }
         })

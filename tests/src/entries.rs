@@ -3,7 +3,7 @@
 use crate::parity::{self, SEED};
 use crate::{
     AttentionCase, Case, Parity, any_dtype, attention_case, biased_prompts, case, float8_prompts,
-    half_dtype, heads_up_to, paged, paged_prompts, paged_steps, prompts, quantized,
+    half_dtype, heads_up_to, padded, paged, paged_prompts, paged_steps, prompts, quantized,
     quantized_output, quantized_prompts, quantized_steps, sliding, steps, tree_steps, trees,
 };
 use gqa_host::backend::Backend;
@@ -128,6 +128,8 @@ fn any_call() -> BoxedStrategy<Rc<dyn Parity>> {
         1 => paged_prompts(quantized(case(half_dtype(), heads_up_to(128), 24)), 40).prop_map(shared),
         1 => paged_steps(steps(40), 400).prop_map(shared),
         1 => paged_steps(quantized(steps(40)), 400).prop_map(shared),
+        1 => padded(case(any_dtype(), heads_up_to(256), 60)).prop_map(shared),
+        1 => padded(steps(400)).prop_map(shared),
         2 => tree_steps(400).prop_map(shared),
         1 => trees(any_dtype(), heads_up_to(128), 60).prop_map(shared),
         4 => attention_case(any_dtype(), 512, 40).prop_map(shared),

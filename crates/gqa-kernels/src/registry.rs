@@ -38,7 +38,8 @@ macro_rules! kernels {
 /// takes as `Seqlens`.
 macro_rules! entries {
     ({ $($pointers:tt)* } { $($taken:tt)* } [seqlens_k: i32 $($more:tt)*] $table:tt) => {
-        entries!({ $($pointers)* seqlens_k: i32, } { $($taken)* crate::tile::seqlens::Seqlens::new(seqlens_k), } [$($more)*] $table);
+        entries!({ $($pointers)* seqlens_k: i32, query_seqlens: i32, } { $($taken)* crate::tile::seqlens::Seqlens::new(seqlens_k, query_seqlens), }
+            [$($more)*] $table);
     };
     ({ $($pointers:tt)* } { $($taken:tt)* } [$arg:ident: $ty:tt $($more:tt)*] $table:tt) => {
         entries!({ $($pointers)* $arg: $ty, } { $($taken)* $arg, } [$($more)*] $table);

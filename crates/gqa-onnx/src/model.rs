@@ -440,8 +440,8 @@ pub(crate) mod tests {
             "total_sequence_length: got no input; allowed: a tensor; it is required",
         );
         refused(
-            |g| g.node[0].input.resize(17, String::new()),
-            "inputs: got 17; allowed: at most 16",
+            |g| g.node[0].input.resize(18, String::new()),
+            "inputs: got 18; allowed: at most 17",
         );
         refused(
             |g| g.node[0].input[1] = "nowhere".into(),

@@ -5,7 +5,7 @@ use crate::call::{Given, Made, check_apart, room};
 use crate::schema::Kind::{Always, Cache, Element};
 use crate::schema::Literal::{Float, Int, Text};
 use crate::schema::{
-    Absent, Attribute, Output, Schema, default, input, numbers, optional, refused, required,
+    Absent, Attribute, Output, Schema, default, input, numbers, optional, required,
 };
 use crate::value::{Context, Value};
 use gqa_host::op::{GroupQueryAttention, Shapes};
@@ -32,7 +32,7 @@ pub static SCHEMA: Schema = Schema {
         input("v_scale", VScale, Always(DType::F32)),
         input("q_norm_weight", QNormWeight, Element),
         input("k_norm_weight", KNormWeight, Element),
-        refused("query_seqlens"),
+        input("query_seqlens", QuerySeqlens, Always(DType::I32)),
     ],
     outputs: &[
         Output { name: "output", kind: Element, role: TensorId::Output },

@@ -1,7 +1,7 @@
 //! The table of a call's tensors: one row each, from which everything with one value per tensor is
 //! generated.
 
-use crate::problem::{CacheBinding, CallKind, Problem, QkOutput, RowStrides, Sink};
+use crate::problem::{CacheBinding, CallKind, Phase, Problem, QkOutput, RowStrides, Sink};
 use gqa_tensor::{DType, Error, Result};
 use gqa_tensor::{Tensor, TensorView};
 
@@ -79,6 +79,10 @@ tensors! {
     };
     /// seqlens_k, or past_seqlens where the cache is paged
     SeqlensK: "seqlens_k", Input, |p| spec(!is_update(p), DType::I32, [p.batch]);
+    /// query_seqlens
+    QuerySeqlens: "query_seqlens", Input, |p| {
+        spec(p.phase == Phase::PaddedChunk, DType::I32, [p.batch])
+    };
     /// The cache row of the first row of an update
     WriteIndices: "write_indices", Input, |p| spec(is_update(p), DType::I32, [p.batch]);
     /// cos_cache

@@ -4,7 +4,9 @@ use super::draw::Draw;
 use super::machine::Machine;
 use super::named::{Desc, Named, Spoil, with_other_values};
 use super::{Report, Scenario};
-use crate::{Case, any_dtype, attention_case, case, paged, quantized, quantized_output, sliding};
+use crate::{
+    Case, any_dtype, attention_case, case, padded, paged, quantized, quantized_output, sliding,
+};
 use gqa_host::backend::{Backend, Machine as _};
 use gqa_host::op::{
     Attention, AttentionInputs, AttentionOutputs, AttentionShapes, Bounds, GroupQueryAttention,
@@ -101,6 +103,9 @@ fn gqa(draw: &mut Draw) -> (Case, crate::Call) {
         case = draw.any(sliding(Just(case).boxed(), 5));
     } else if draw.one_in(4) {
         case = draw.any(quantized_output(Just(case).boxed()));
+    }
+    if draw.one_in(4) {
+        case = draw.any(padded(Just(case).boxed()));
     }
     let call = crate::Call::new(&case);
     (case, call)
@@ -281,7 +286,7 @@ impl Applied {
         let inputs = filled!(Inputs of self.inputs,
             need query seqlens_k total_sequence_length,
             may key value past_key past_value cos_cache sin_cache position_ids attention_bias
-                head_sink k_scale v_scale q_norm_weight k_norm_weight output_scale,
+                head_sink k_scale v_scale q_norm_weight k_norm_weight query_seqlens output_scale,
         );
         let given = |scale| if self.are_scales_of_rows { None } else { scale };
         let (k_scale, v_scale) = (given(inputs.k_scale), given(inputs.v_scale));
@@ -414,7 +419,7 @@ impl Described {
                 let shapes = filled!(Shapes of self.inputs,
                     need query seqlens_k,
                     may key value past_key past_value cos_cache sin_cache position_ids
-                        attention_bias head_sink k_scale v_scale q_norm_weight k_norm_weight
+                        attention_bias head_sink k_scale v_scale q_norm_weight k_norm_weight query_seqlens
                         output_scale,
                     total_sequence_length: self.total
                 );

@@ -4,7 +4,7 @@ use gqa_plan::plan::{TensorId, Tensors};
 use gqa_tensor::{Tensor, TensorDesc};
 
 /// Inputs in ONNX's order, as nodes have them.
-const ONNX: [&str; 16] = [
+const ONNX: [&str; 17] = [
     "query",
     "key",
     "value",
@@ -21,6 +21,7 @@ const ONNX: [&str; 16] = [
     "v_scale",
     "q_norm_weight",
     "k_norm_weight",
+    "query_seqlens",
 ];
 
 /// One row per optional input: its name, its role, and in the comment its shape.
@@ -133,6 +134,8 @@ optional! {
     q_norm_weight: QNormWeight;
     /// (H): the same of key
     k_norm_weight: KNormWeight;
+    /// int32 (B): new tokens of each sequence, 0 where it is idle; the rows after them are padding
+    query_seqlens: QuerySeqlens;
     /// float32, one element, finite and not 0: output is float8e4m3fn, with true output = stored
     /// output * output_scale (beyond ONNX)
     output_scale: OutputScale;

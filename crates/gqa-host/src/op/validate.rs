@@ -83,9 +83,10 @@ impl GroupQueryAttention {
             past: query.past_rows(inputs, quantized, cache)?,
         };
         query.check_seqlens_k(inputs)?;
+        let padded = self.check_query_seqlens(inputs, &query, rows)?;
         query.check_row_scales(inputs, quantized, rows.past)?;
         self.check_sliding(inputs, quantized, rows)?;
-        let capacity = self.present_rows(rows, cache)?;
+        let capacity = self.present_rows(rows, cache, padded)?;
         self.check_sizes(&query, rows, capacity)?;
         Problem::new(ProblemFields {
             out_dtype: self.output_type(inputs, query.dtype)?,
@@ -99,7 +100,7 @@ impl GroupQueryAttention {
             total_len: rows.total,
             past_capacity: rows.past,
             capacity,
-            phase: phase(query.rows, rows.total),
+            phase: if padded { Phase::PaddedChunk } else { phase(query.rows, rows.total) },
             cache,
             slides: self.sliding_window_cache,
             quantized,
@@ -119,6 +120,29 @@ impl GroupQueryAttention {
             float8_products: self.float8_products,
             ..ProblemFields::plain("GroupQueryAttention", query.dtype)
         })
+    }
+
+    /// Whether the call has query_seqlens, which then has the type, the shape and the other inputs
+    /// that it needs.
+    fn check_query_seqlens(&self, inputs: &Shapes<'_>, query: &Query, rows: Rows) -> Result<bool> {
+        const NAME: &str = "query_seqlens";
+        let Some(given) = inputs.query_seqlens else { return Ok(false) };
+        let dims = [Dim::Is("batch_size", query.batch)];
+        Pattern { argument: NAME, dtype: DType::I32, why: "", dims: &dims }.check(given)?;
+        let refuse = |argument, got: String, allowed: String| {
+            Err(Error::invalid(argument, got, format!("{allowed}, as {NAME} is given")))
+        };
+        if self.causal != 1 {
+            return refuse("causal", self.causal.to_string(), "1".to_owned());
+        }
+        if inputs.past_key.is_none() {
+            return refuse("past_key", "no input".to_owned(), "a tensor".to_owned());
+        }
+        if rows.new != rows.query {
+            let got = format!("kv_sequence_length = {}", rows.new);
+            return refuse("key", got, format!("sequence_length = {}", rows.query));
+        }
+        Ok(true)
     }
 
     /// Errs where the rows or elements of a tensor of the call exceed the kernels' limits.
@@ -197,14 +221,16 @@ impl GroupQueryAttention {
     }
 
     /// Rows of present_key and present_value: of a rolling KV cache, of a past plus new rows, or of
-    /// a past that is long enough already.
-    fn present_rows(&self, rows: Rows, cache: CacheBinding) -> Result<usize> {
+    /// a past that is long enough already. The longest of `padded` chunks may be any.
+    fn present_rows(&self, rows: Rows, cache: CacheBinding, padded: bool) -> Result<usize> {
         let Rows { query, total, new, past } = rows;
         let grown = past.saturating_add(new);
         let allowed = match cache {
-            _ if total < query => format!("{query} or more, the rows of query"),
+            _ if total < query && !(padded && self.sliding_window_cache) => {
+                format!("{query} or more, the rows of query")
+            }
             _ if total <= past || self.sliding_window_cache => return Ok(past),
-            CacheBinding::Separate if total == grown => return Ok(total),
+            CacheBinding::Separate if total == grown || padded => return Ok(total),
             CacheBinding::Separate if past == 0 => format!("{new}, as there is no past"),
             CacheBinding::Separate if new > 0 => {
                 format!("{grown} (past_key and the new rows), or up to {past} (past_key)")

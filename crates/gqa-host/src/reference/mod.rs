@@ -94,6 +94,8 @@ struct Call<'a> {
     query: Heads,
     /// Last valid index of each sequence.
     seqlens_k: Vec<f64>,
+    /// New tokens of each sequence of a padded chunk.
+    query_seqlens: Vec<f64>,
     /// For each sequence, the position of row 0 of the cache that attention reads.
     first: Vec<usize>,
     cos: Vec<f64>,
@@ -150,6 +152,7 @@ impl<'a> Call<'a> {
             problem: p,
             query: heads(Some(query), 0, n, p.q_len, h),
             seqlens_k: io.need(TensorId::SeqlensK)?.to_f64(),
+            query_seqlens: values(inputs.input(TensorId::QuerySeqlens)),
             first: Vec::new(),
             cos: values(inputs.input(TensorId::CosCache)),
             sin: values(inputs.input(TensorId::SinCache)),
@@ -280,6 +283,7 @@ impl<'a> Call<'a> {
         let first = match (p.alignment, p.phase) {
             (Alignment::Past(past), _) => past as i64,
             (Alignment::Phase, Phase::FirstPrompt) => 0,
+            (_, Phase::PaddedChunk) => self.total(b) as i64 - self.query_seqlens[b] as i64,
             _ => self.total(b) as i64 - p.q_len as i64,
         };
         first + s as i64

@@ -4,7 +4,7 @@ use crate::step;
 use gqa_host::backend::{Backend, cpu::Cpu};
 use gqa_host::engine::{Dense, External, Heads, Layer, Paged, Rope};
 use gqa_host::op::{GroupQueryAttention, Shapes};
-use gqa_host::plan::{DeviceInfo, PlanOptions, Planner};
+use gqa_host::plan::{DeviceInfo, PlanOptions, Planner, TensorId};
 use gqa_host::reference::Reference;
 use gqa_host::{
     CacheBinding, DType, Layout, Phase, QuantFormat, Quantization, RowStrides, Scales, Sink,
@@ -35,6 +35,33 @@ fn a_decode_step_is_the_operators() {
     let want = operator.problem_from_shapes(&shapes, CacheBinding::Shared).unwrap();
     let layer = layer().rope(Rope::new(128, 8192)).window(100);
     assert_eq!(layer.dense(Dense::decode(2, 4096)).unwrap(), want);
+}
+
+#[test]
+fn a_padded_chunk_is_the_operators() {
+    let bf16 = |shape| TensorDesc { dtype: DType::BF16, shape };
+    let (new, cache) = (bf16(&[2, 16, 8 * 128]), bf16(&[2, 8, 4096, 128]));
+    let lengths = TensorDesc { dtype: DType::I32, shape: &[2] };
+    let shapes = Shapes {
+        key: Some(new),
+        value: Some(new),
+        past_key: Some(cache),
+        past_value: Some(cache),
+        query_seqlens: Some(lengths),
+        ..Shapes::new(bf16(&[2, 16, 32 * 128]), lengths, 4096)
+    };
+    let operator = GroupQueryAttention::new(32, 8);
+    let want = operator.problem_from_shapes(&shapes, CacheBinding::Shared).unwrap();
+    assert_eq!(layer().dense(Dense::chunk(2, 16, 4096).padded()).unwrap(), want);
+    let spec = TensorId::QuerySeqlens.spec(&want).unwrap();
+    assert_eq!((spec.dtype, &spec.shape[..]), (DType::I32, &[2][..]));
+    for call in [Dense::prefill(2, 16, 4096), Dense::decode(2, 4096)] {
+        let padded = layer().dense(call.padded()).unwrap();
+        assert_eq!(padded.phase, Phase::PaddedChunk);
+    }
+    let error = layer().bidirectional().dense(Dense::chunk(2, 16, 4096).padded()).unwrap_err();
+    let allowed = "none, except in causal calls over a cache that is not paged";
+    assert_eq!(error.to_string(), format!("query_seqlens: got one; allowed: {allowed}"));
 }
 
 #[test]

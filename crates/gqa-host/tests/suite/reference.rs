@@ -231,6 +231,28 @@ fn chunks_end_at_their_sequences_length() {
     near(&first(&out.output), &[2.5, 4.5, 15.0, 25.0]);
 }
 
+/// Of two new rows each, the first sequence has one token and the second none: what is padding may
+/// be NaN, and stays out of the cache.
+#[test]
+fn rows_behind_a_chunks_tokens_are_padding() {
+    let (nan, tokens) = (f32::NAN, ints(&[1, 0]));
+    let mut chunk = Chunk::new(4);
+    (chunk.last, chunk.total) = (ints(&[2, 0]), ints(&[4]));
+    chunk.query = heads(&[2, 2, SIZE], &[0.0, nan, nan, nan]);
+    chunk.value = heads(&[2, 2, SIZE], &[3.0, nan, nan, nan]);
+    let inputs = Inputs { query_seqlens: Some(&tokens), ..chunk.inputs() };
+    let past = Inputs { past_key: Some(&chunk.past), past_value: Some(&chunk.past), ..inputs };
+    let out = one_head().run(&past, &Reference).unwrap();
+    near(&first(&out.output), &[2.0, 0.0, 0.0, 0.0]);
+    near(&first(&out.present_value), &[1.0, 2.0, 3.0, 0.0, 10.0, 0.0, 0.0, 0.0]);
+    let mut cache = chunk.cache();
+    let out = one_head().run_in_place(&inputs, &mut cache, &Reference).unwrap();
+    near(&first(&out.output), &[2.0, 0.0, 0.0, 0.0]);
+    let got = first(&cache.value);
+    near(&got[..3], &[1.0, 2.0, 3.0]);
+    assert!(got[3].is_nan() && got[4] == 10.0 && got[5..].iter().all(|x| x.is_nan()));
+}
+
 #[test]
 fn a_shared_cache_is_appended_in_place() {
     let chunk = Chunk::new(5);

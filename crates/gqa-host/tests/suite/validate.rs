@@ -17,6 +17,7 @@ struct Call {
     past_key: Option<Tensor>,
     past_value: Option<Tensor>,
     seqlens_k: Tensor,
+    query_seqlens: Option<Tensor>,
     total_sequence_length: Tensor,
     cos_cache: Option<Tensor>,
     sin_cache: Option<Tensor>,
@@ -50,6 +51,7 @@ impl Call {
             past_key: Some(float(&[2, 2, 2, 16])),
             past_value: Some(float(&[2, 2, 2, 16])),
             seqlens_k: ints(&[4, 2]),
+            query_seqlens: None,
             total_sequence_length: ints(&[5]),
             cos_cache: None,
             sin_cache: None,
@@ -96,6 +98,12 @@ impl Call {
         Self { past_key: past(), past_value: past(), ..Self::new() }
     }
 
+    /// Chunks of 3 rows of which 3 and 1 are tokens, after 2 and 2, in a cache of 8 rows.
+    fn padded() -> Self {
+        let tokens = Some(ints(&[3, 1]));
+        Self { query_seqlens: tokens, ..Self::static_cache() }
+    }
+
     /// A quantized cache of that format, with that many scales.
     fn quantized(how: QuantType, bits: i64, dtype: DType, scales: usize) -> Self {
         let past = || Some(Tensor::zeros(dtype, &[2, 2, 2, if bits == 4 { 8 } else { 16 }]));
@@ -123,6 +131,7 @@ impl Call {
             head_sink: self.head_sink.as_ref(),
             k_scale: self.scales[0].as_ref(),
             v_scale: self.scales[1].as_ref(),
+            query_seqlens: self.query_seqlens.as_ref(),
             q_norm_weight: self.norm_weights[0].as_ref(),
             k_norm_weight: self.norm_weights[1].as_ref(),
             ..Inputs::new(&self.query, &self.seqlens_k, &self.total_sequence_length)
@@ -919,5 +928,81 @@ fn shapes_alone() {
     refused(
         prompt(&[1, 1 << 31, 24], 1 << 31),
         &format!("query: got (1, 2147483648, 24); allowed: {limits}"),
+    );
+}
+
+#[test]
+fn padded_chunks() {
+    let padded = accepts(Call::padded());
+    assert_eq!((padded.phase, padded.capacity), (Phase::PaddedChunk, 8));
+    // As many rows as the longest sequence may have are no first prompt.
+    let total = |total| Call { total_sequence_length: ints(&[total]), ..Call::padded() };
+    let first = Call { seqlens_k: ints(&[2, 0]), ..total(3) };
+    assert_eq!(accepts(first).phase, Phase::PaddedChunk);
+    // A past that grows, for any bound of lengths.
+    let past = |rows| Some(float(&[2, 2, rows, 16]));
+    let grown = Call { past_key: past(2), past_value: past(2), ..total(7) };
+    assert_eq!(accepts(grown).capacity, 7);
+    let tokens = |tokens: &[i32]| Call { query_seqlens: Some(ints(tokens)), ..Call::padded() };
+    accepts(tokens(&[0, 0]));
+    let lengths = |lengths: &[i32]| Call { seqlens_k: ints(lengths), ..Call::padded() };
+    let given = "as query_seqlens is given";
+    refuses(
+        Call { query_seqlens: Some(Tensor::zeros(DType::I64, &[2])), ..Call::padded() },
+        "query_seqlens: got int64; allowed: int32",
+    );
+    refuses(tokens(&[3]), "query_seqlens: got (1); allowed: (batch_size = 2)");
+    refuses(
+        Call { query_seqlens: Some(Tensor::zeros(DType::I32, &[2, 1])), ..Call::padded() },
+        "query_seqlens: got (2, 1); allowed: (batch_size = 2)",
+    );
+    refuses(Call::padded().op(|op| op.causal(0)), &format!("causal: got 0; allowed: 1, {given}"));
+    refuses(
+        Call { past_key: None, past_value: None, ..Call::padded() },
+        &format!("past_key: got no input; allowed: a tensor, {given}"),
+    );
+    refuses(
+        Call { key: Some(float(&[2, 0, 32])), value: Some(float(&[2, 0, 32])), ..Call::padded() },
+        &format!("key: got kv_sequence_length = 0; allowed: sequence_length = 3, {given}"),
+    );
+    refuses(total(2), "total_sequence_length: got 2; allowed: 3 or more, the rows of query");
+    refuses(
+        total(4),
+        "seqlens_k: got 4 for batch entry 0; allowed: 0 to 3, the last of at most 4 rows by \
+         total_sequence_length",
+    );
+    refuses(
+        lengths(&[4, -1]),
+        "seqlens_k: got -1 for batch entry 1; allowed: 0 to 4, the last of 1 or more tokens",
+    );
+    let rows = |length| format!("the rows of query, and of {length} tokens by seqlens_k");
+    refuses(
+        tokens(&[4, 1]),
+        &format!("query_seqlens: got 4 for batch entry 0; allowed: 0 to 3, {}", rows(5)),
+    );
+    refuses(
+        tokens(&[3, -1]),
+        &format!("query_seqlens: got -1 for batch entry 1; allowed: 0 to 3, {}", rows(3)),
+    );
+    refuses(
+        Call { seqlens_k: ints(&[0, 2]), ..tokens(&[2, 1]) },
+        &format!("query_seqlens: got 2 for batch entry 0; allowed: 0 to 1, {}", rows(1)),
+    );
+    let small = |rows, tokens: &[i32], total| Call {
+        past_key: past(rows),
+        past_value: past(rows),
+        query_seqlens: Some(ints(tokens)),
+        total_sequence_length: ints(&[total]),
+        ..Call::padded()
+    };
+    refuses(
+        small(6, &[1, 1], 6),
+        "query_seqlens: got 1 for batch entry 0; allowed: 2 to 3, as 3 rows have to fit behind the \
+         past of 5 tokens by seqlens_k, in 6 rows of present_key",
+    );
+    refuses(
+        small(2, &[2, 1], 9),
+        "query_seqlens: got 2 for batch entry 0; allowed: 3 to 3, as past_key has 2 rows, of 5 \
+         tokens by seqlens_k",
     );
 }

@@ -8,31 +8,40 @@ use crate::simt::{Global, shfl_idx_u32};
 #[derive(Clone, Copy)]
 pub struct Seqlens {
     last: Global<i32>,
+    tokens: Global<i32>,
 }
 
 impl Seqlens {
-    /// `seqlens_k` has the index of each sequence's last token.
+    /// `seqlens_k` has the index of each sequence's last token, `query_seqlens` how many of the
+    /// call's rows are tokens; null: all.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub fn new(seqlens_k: Global<i32>) -> Self {
-        Self { last: seqlens_k }
+    pub fn new(seqlens_k: Global<i32>, query_seqlens: Global<i32>) -> Self {
+        Self { last: seqlens_k, tokens: query_seqlens }
     }
 
     /// The lengths over a paged KV cache, whose meaning `concept::pages` has.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn of_pages(past_seqlens: Global<i32>) -> Self {
-        Self::new(past_seqlens)
+        Self::new(past_seqlens, Global::null())
     }
 
     /// Loads what the tensors say of batch entry `b` of a call of `q_len` rows.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn load(self, b: u32, q_len: u32) -> Lengths {
-        Lengths { last: self.last.load(b as usize), tokens: q_len }
+        let last = self.last.load(b as usize);
+        if self.tokens.is_null() {
+            return Lengths { last, tokens: q_len };
+        }
+        Lengths { last, tokens: (self.tokens.load(b as usize).max(0) as u32).min(q_len) }
     }
 
     /// What lane 0 has loaded, for all lanes of the warp.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn of_lane_0(self, loaded: Lengths, q_len: u32) -> Lengths {
-        Lengths { last: shfl_idx_u32(loaded.last as u32, 0) as i32, tokens: q_len }
+        let last = shfl_idx_u32(loaded.last as u32, 0) as i32;
+        // The pointer is the same in all lanes.
+        let tokens = if self.tokens.is_null() { q_len } else { shfl_idx_u32(loaded.tokens, 0) };
+        Lengths { last, tokens }
     }
 
     /// The sequence of batch entry `b`.

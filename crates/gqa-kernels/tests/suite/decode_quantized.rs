@@ -428,6 +428,7 @@ fn start<T: Element>(
         settle(case, Arg::read(sin)),
         Arg::null(),
         settle(case, Arg::read(&seqlens_k)),
+        Arg::null(),
         Arg::read(head_sink),
         settle(case, Arg::write(&mut k.codes)),
         settle(case, Arg::write(&mut v.codes)),

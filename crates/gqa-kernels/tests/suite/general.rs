@@ -1,6 +1,9 @@
 //! The general attention kernel on the simulator, against attention as it is defined.
 
-use crate::support::{CACHE, Layout, Random, Rows, entry, places, start, unit, wide, with_type};
+use crate::support::{
+    CACHE, Layout, Random, Rows, entry, optional, places, query_seqlens, some_tokens, start, unit,
+    wide, with_type,
+};
 use bytemuck::Zeroable;
 use gqa_kernels::attention::general;
 use gqa_kernels::num::{DType, Element};
@@ -39,6 +42,7 @@ struct Case {
     totals: Vec<u32>,
     spare: u32,
     first_prompt: bool,
+    tokens: Option<Vec<u32>>,
     causal: bool,
     window: u32,
     scale: f32,
@@ -83,15 +87,18 @@ fn case() -> impl Strategy<Value = Case> {
             let ((causal, window, spare), (scale, softcap, sink, bias)) = (mask, score);
             let (want_lse, qk_output, bnsh, gap, blocks, seed) = rest;
             let most = if first_prompt { q_len } else { u32::MAX };
+            let totals: Vec<_> = lengths.into_iter().map(|length| length.min(most)).collect();
+            let tokens = some_tokens(seed, q_len, &totals);
             Case {
                 dtype,
                 kv_heads,
                 group,
                 head_size: 8 * eighths,
                 q_len,
-                totals: lengths.into_iter().map(|length| length.min(most)).collect(),
+                totals,
                 spare,
-                first_prompt,
+                first_prompt: first_prompt && tokens.is_none(),
+                tokens,
                 causal,
                 window: if causal { window } else { 0 },
                 scale: scale / (8.0 * eighths as f32).sqrt(),
@@ -115,6 +122,7 @@ struct Tensors<T> {
     v: Rows<T>,
     bias: Rows<T>,
     seqlens_k: Vec<i32>,
+    query_seqlens: Option<Vec<i32>>,
     head_sink: Vec<T>,
     out: Rows<T>,
     lse: Vec<f32>,
@@ -140,7 +148,8 @@ impl Case {
     }
 
     fn past(&self, b: u32) -> u32 {
-        if self.first_prompt { 0 } else { self.totals[b as usize].saturating_sub(self.q_len) }
+        let tokens = self.tokens.as_ref().map_or(self.q_len, |tokens| tokens[b as usize]);
+        if self.first_prompt { 0 } else { self.totals[b as usize].saturating_sub(tokens) }
     }
 
     fn tensors<T: Element>(&self) -> Tensors<T> {
@@ -160,6 +169,7 @@ impl Case {
             v,
             bias: self.bias_rows(random),
             seqlens_k: self.totals.iter().map(|&total| total as i32 - 1).collect(),
+            query_seqlens: query_seqlens(&self.tokens),
             head_sink: random.values(self.q_heads() as usize),
             out: Rows::nan(self.q_shape(), self.layout),
             lse: vec![f32::NAN; rows],
@@ -250,6 +260,7 @@ impl Case {
                 Arg::read(&t.k.data),
                 Arg::read(&t.v.data),
                 Arg::read(&t.seqlens_k),
+                optional(&t.query_seqlens),
                 or_null(self.bias.is_some(), Arg::read(&t.bias.data)),
                 Arg::null(),
                 or_null(self.sink == sink::PER_HEAD, Arg::read(&t.head_sink)),
@@ -423,6 +434,7 @@ fn chunk() -> Case {
         totals: vec![42],
         spare: 3,
         first_prompt: false,
+        tokens: None,
         causal: true,
         window: 0,
         scale: 0.2,

@@ -1,6 +1,9 @@
 //! The prologue kernels on the simulator, against what they are defined to write.
 
-use crate::support::{CACHE, Layout, Random, Rows, entry, places, start, unit, wide, with_type};
+use crate::support::{
+    CACHE, Layout, Random, Rows, entry, optional, places, query_seqlens, some_tokens, start, unit,
+    wide, with_type,
+};
 use bytemuck::Zeroable;
 use gqa_kernels::num::{DType, Element};
 use gqa_kernels::params::{PrologueParams, RotaryParams, Strides};
@@ -24,6 +27,7 @@ struct Case {
     /// False: the cache is complete already.
     appends: bool,
     first_prompt: bool,
+    tokens: Option<Vec<u32>>,
     totals: Vec<u32>,
     past_capacity: u32,
     packed: bool,
@@ -43,6 +47,8 @@ fn case() -> impl Strategy<Value = Case> {
             let ((kv_heads, group, eighths, rotary), (q_len, first_prompt, lengths, past_capacity)) = (heads, rows);
             let (head_size, first_prompt) = (8 * eighths, first_prompt && appends);
             let most = if first_prompt { q_len } else { 9 };
+            let totals: Vec<_> = lengths.into_iter().map(|length| length.min(most)).collect();
+            let tokens = some_tokens(seed, q_len, &totals);
             Case {
                 dtype,
                 kv_heads,
@@ -53,8 +59,9 @@ fn case() -> impl Strategy<Value = Case> {
                 explicit,
                 q_len,
                 appends,
-                first_prompt,
-                totals: lengths.into_iter().map(|length| length.min(most)).collect(),
+                first_prompt: first_prompt && tokens.is_none(),
+                tokens,
+                totals,
                 past_capacity,
                 packed: packed && appends,
                 layout: Layout { bnsh, gap },
@@ -74,6 +81,7 @@ struct Tensors<T> {
     sin: Vec<T>,
     position_ids: Vec<i64>,
     seqlens_k: Vec<i32>,
+    query_seqlens: Option<Vec<i32>>,
 }
 
 impl Case {
@@ -114,7 +122,8 @@ impl Case {
     /// Rows before this call's.
     fn past(&self, b: u32) -> u32 {
         let total = self.totals[b as usize];
-        if self.first_prompt { 0 } else { total.saturating_sub(self.q_len) }
+        let tokens = self.tokens.as_ref().map_or(self.q_len, |tokens| tokens[b as usize]);
+        if self.first_prompt { 0 } else { total.saturating_sub(tokens) }
     }
 
     fn tensors<T: Element>(&self) -> Tensors<T> {
@@ -132,6 +141,7 @@ impl Case {
                 .map(|_| i64::from(random.below(positions as u32 + 4)) - 2)
                 .collect(),
             seqlens_k: self.totals.iter().map(|&total| total as i32 - 1).collect(),
+            query_seqlens: query_seqlens(&self.tokens),
         };
         if self.packed {
             self.pack(&mut tensors);
@@ -332,6 +342,7 @@ fn concat_kv_in_place<T: Element>(case: &Case) -> Result<(), TestCaseError> {
             Arg::read(&t.sin),
             ids(case, &t),
             Arg::read(&t.seqlens_k),
+            optional(&t.query_seqlens),
             Arg::write(&mut k.data),
             Arg::write(&mut v.data),
             Arg::params(&p),
@@ -379,6 +390,7 @@ fn concat_new_to_past_kv<T: Element>(case: &Case) -> Result<(), TestCaseError> {
             Arg::read(&t.sin),
             ids(case, &t),
             Arg::read(&t.seqlens_k),
+            optional(&t.query_seqlens),
             Arg::write(&mut k.data),
             Arg::write(&mut v.data),
             Arg::params(&p),
@@ -437,6 +449,7 @@ fn unpack_qkv_with_rope_and_append_kv<T: Element>(case: &Case) -> Result<(), Tes
             Arg::read(&t.sin),
             ids(case, &t),
             Arg::read(&t.seqlens_k),
+            optional(&t.query_seqlens),
             Arg::write(&mut q.data),
             Arg::write(&mut k.data),
             Arg::write(&mut v.data),
@@ -467,6 +480,7 @@ fn rotary_embedding<T: Element>(case: &Case) -> Result<(), TestCaseError> {
             Arg::read(&t.sin),
             ids(case, &t),
             Arg::read(&t.seqlens_k),
+            optional(&t.query_seqlens),
             Arg::write(&mut q.data),
             Arg::params(&p),
         ],
@@ -543,7 +557,7 @@ proptest! {
         let mut p = case.params(&t, Strides::default(), Strides::default(), Strides::default());
         p.rotary.position_stride = case.q_len + 1;
         let mut ids = vec![-7; case.totals.len() * p.rotary.position_stride as usize];
-        let positions = [Arg::read(&t.seqlens_k), Arg::write(&mut ids), Arg::params(&p)];
+        let positions = [Arg::read(&t.seqlens_k), optional(&t.query_seqlens), Arg::write(&mut ids), Arg::params(&p)];
         start(entry("seqlens_to_pos_ids", DType::F32), case.blocks, case.seed, &positions)?;
         for b in 0..case.totals.len() {
             let before = i64::from(case.past(b as u32));
@@ -554,9 +568,12 @@ proptest! {
 
     /// The simulator faults on any access outside a tensor.
     #[test]
-    fn no_length_leads_outside(case in case(), lengths in prop::collection::vec(any::<i32>(), 3)) {
+    fn no_length_leads_outside(case in case(), lengths in prop::collection::vec(any::<i32>(), 6)) {
         let mut t = case.tensors::<f32>();
         t.seqlens_k.clone_from_slice(&lengths[..case.totals.len()]);
+        if let Some(tokens) = &mut t.query_seqlens {
+            tokens.clone_from_slice(&lengths[3..][..case.totals.len()]);
+        }
         let shape = case.cache_shape(case.capacity());
         let (mut k, mut v) = (Rows::<f32>::nan(shape, CACHE), Rows::<f32>::nan(shape, CACHE));
         let mut q = Rows::<f32>::nan(case.q_shape(), case.layout);
@@ -564,12 +581,12 @@ proptest! {
         let p = case.params(&t, q.strides, k.strides, past.strides);
         start(entry("unpack_qkv_with_rope_and_append_kv", DType::F32), case.blocks, case.seed, &[
             Arg::read(&t.q.data), Arg::read(&t.k.data), Arg::read(&t.v.data), Arg::read(&t.cos), Arg::read(&t.sin),
-            ids(&case, &t), Arg::read(&t.seqlens_k), Arg::write(&mut q.data), Arg::write(&mut k.data),
+            ids(&case, &t), Arg::read(&t.seqlens_k), optional(&t.query_seqlens), Arg::write(&mut q.data), Arg::write(&mut k.data),
             Arg::write(&mut v.data), Arg::params(&p),
         ])?;
         start(entry("concat_new_to_past_kv", DType::F32), case.blocks, case.seed, &[
             Arg::read(&past.data), Arg::read(&past.data), Arg::read(&t.k.data), Arg::read(&t.v.data), Arg::read(&t.cos),
-            Arg::read(&t.sin), ids(&case, &t), Arg::read(&t.seqlens_k), Arg::write(&mut k.data),
+            Arg::read(&t.sin), ids(&case, &t), Arg::read(&t.seqlens_k), optional(&t.query_seqlens), Arg::write(&mut k.data),
             Arg::write(&mut v.data), Arg::params(&p),
         ])?;
     }

@@ -1,6 +1,6 @@
 //! The kernels of a rolling KV cache, on the simulator, against rows that come and go one by one.
 
-use crate::support::{entry, start};
+use crate::support::{entry, optional, query_seqlens, some_tokens, start};
 use gqa_kernels::concept::seqlen::{Lengths, Seqlen};
 use gqa_kernels::num::{DType, Element, bf16, f16};
 use gqa_kernels::params::{RollingBiasParams, RollingParams, Strides};
@@ -18,6 +18,7 @@ struct Case {
     /// Rows of the cache beyond the window.
     spare: u32,
     first_prompt: bool,
+    tokens: Option<Vec<u32>>,
     /// Of each sequence, after the call.
     totals: Vec<u32>,
     clears: bool,
@@ -39,18 +40,20 @@ fn case() -> impl Strategy<Value = Case> {
             let first_prompt = prompt && q_len > 1;
             // Around what the cache holds.
             let total = |length: u32| q_len + length + window.saturating_sub(20);
-            let totals = if first_prompt {
+            let totals: Vec<_> = if first_prompt {
                 vec![q_len; lengths.len()]
             } else {
                 lengths.into_iter().map(total).collect()
             };
+            let tokens = some_tokens(seed, q_len, &totals);
             Case {
                 kv_heads,
                 row_vectors,
                 q_len,
                 window,
                 spare,
-                first_prompt,
+                first_prompt: first_prompt && tokens.is_none(),
+                tokens,
                 totals,
                 clears,
                 blocks,
@@ -69,9 +72,21 @@ impl Case {
         self.totals.len() as u32
     }
 
+    fn tokens(&self, b: u32) -> u32 {
+        let tokens = self.tokens.as_ref().map_or(self.q_len, |tokens| tokens[b as usize]);
+        tokens.min(self.q_len)
+    }
+
+    /// query_seqlens, if there is one.
+    fn query_seqlens(&self) -> Option<Vec<i32>> {
+        let some =
+            self.tokens.as_ref().map(|_| (0..self.batch()).map(|b| self.tokens(b)).collect());
+        query_seqlens(&some)
+    }
+
     fn past(&self, b: u32) -> u32 {
         Seqlen::new(
-            Lengths { last: self.totals[b as usize] as i32 - 1, tokens: self.q_len },
+            Lengths { last: self.totals[b as usize] as i32 - 1, tokens: self.tokens(b) },
             u32::MAX,
             self.first_prompt,
         )
@@ -164,7 +179,7 @@ fn make_room(case: &Case, is_shared: bool) -> Result<(), TestCaseError> {
     let (mut other, mut from) = (present.clone(), past.clone());
     let (mut lengths, mut positions) =
         (vec![-7; case.totals.len()], vec![-7i64; case.totals.len()]);
-    let seqlens_k = case.seqlens_k();
+    let (seqlens_k, query_seqlens) = (case.seqlens_k(), case.query_seqlens());
     {
         let [k, v] = [&mut present, &mut other]
             .map(|cache| Cell::from_mut(&mut cache[..]).as_slice_of_cells());
@@ -180,6 +195,7 @@ fn make_room(case: &Case, is_shared: bool) -> Result<(), TestCaseError> {
                 Arg::cells(k),
                 Arg::cells(v),
                 Arg::read(&seqlens_k),
+                optional(&query_seqlens),
                 Arg::write(&mut lengths),
                 Arg::write(&mut positions),
                 Arg::params(&p),
@@ -216,12 +232,18 @@ fn rolling_bias<T: Element>(case: &Case, is_staged: bool, heads: u32) -> Result<
         columns_out,
     };
     let mut out = vec![T::from_f32(f32::NAN); (rows * columns_out) as usize];
-    let seqlens_k = case.seqlens_k();
+    let (seqlens_k, query_seqlens) = (case.seqlens_k(), case.query_seqlens());
     start(
         entry("rolling_bias", T::DTYPE),
         case.blocks,
         case.seed,
-        &[Arg::read(&bias), Arg::read(&seqlens_k), Arg::write(&mut out), Arg::params(&p)],
+        &[
+            Arg::read(&bias),
+            Arg::read(&seqlens_k),
+            optional(&query_seqlens),
+            Arg::write(&mut out),
+            Arg::params(&p),
+        ],
     )?;
     for (i, got) in out.into_iter().enumerate() {
         let (row, j) = (i as u32 / columns_out, i as u32 % columns_out);
@@ -256,10 +278,10 @@ proptest! {
         let mut present = vec![0x77; case.cache(case.capacity(), |_| 0..0).len()];
         let expected = case.expected(&present, |b| case.resident(case.totals[b as usize]));
         let (mut other, mut lengths, mut positions) = (present.clone(), [-7i32], [-7i64]);
-        let (seqlens_k, mut from) = (case.seqlens_k(), joined.clone());
+        let (seqlens_k, query_seqlens, mut from) = (case.seqlens_k(), case.query_seqlens(), joined.clone());
         let from = Cell::from_mut(&mut from[..]).as_slice_of_cells();
         start(entry("rolling_kv", DType::F32), case.blocks, case.seed, &[
-            Arg::cells(from), Arg::cells(from), Arg::write(&mut present), Arg::write(&mut other), Arg::read(&seqlens_k),
+            Arg::cells(from), Arg::cells(from), Arg::write(&mut present), Arg::write(&mut other), Arg::read(&seqlens_k), optional(&query_seqlens),
             Arg::write(&mut lengths), Arg::write(&mut positions), Arg::params(&p),
         ])?;
         prop_assert!(present == expected, "keys");
@@ -269,12 +291,12 @@ proptest! {
 
     #[test]
     fn lengths_count_from_the_cache_and_positions_do_not(case in case(), generates in any::<bool>()) {
-        let seqlens_k = case.seqlens_k();
+        let (seqlens_k, query_seqlens) = (case.seqlens_k(), case.query_seqlens());
         let mut lengths = vec![-7; case.totals.len()];
         let mut positions = vec![-7i64; case.totals.len() * case.q_len as usize];
         let ids = if generates { Arg::write(&mut positions) } else { Arg::null() };
         start(entry("rolling_lengths", DType::F32), case.blocks, case.seed, &[
-            Arg::read(&seqlens_k), Arg::write(&mut lengths), ids, Arg::params(&case.params(true)),
+            Arg::read(&seqlens_k), optional(&query_seqlens), Arg::write(&mut lengths), ids, Arg::params(&case.params(true)),
         ])?;
         for (i, position) in positions.into_iter().enumerate() {
             let (b, s) = (i as u32 / case.q_len, i as u32 % case.q_len);
@@ -292,16 +314,17 @@ proptest! {
 
     /// The simulator faults on any access outside a tensor.
     #[test]
-    fn no_length_leads_outside(case in case(), lengths in prop::collection::vec(any::<i32>(), 3), is_staged in any::<bool>()) {
+    fn no_length_leads_outside(case in case(), lengths in prop::collection::vec(any::<i32>(), 6), is_staged in any::<bool>()) {
         let q_len = if is_staged { case.q_len } else { 1 };
         let case = Case { q_len, first_prompt: case.first_prompt && is_staged, ..case };
         let p = case.params(is_staged);
-        let seqlens_k = &lengths[..case.totals.len()];
+        let (seqlens_k, others) = (&lengths[..case.totals.len()], &lengths[3..][..case.totals.len()]);
+        let query_seqlens = case.tokens.as_ref().map(|_| others.to_vec());
         let words = |rows: u32| vec![0u32; (case.batch() * case.kv_heads * rows * 4 * case.row_vectors) as usize];
         let (from, mut k, mut v) = (words(p.from_rows), words(p.capacity), words(p.capacity));
         let (mut told, mut positions) = (vec![0; seqlens_k.len()], vec![0i64; seqlens_k.len() * q_len as usize]);
         start(entry("rolling_kv", DType::F32), case.blocks, case.seed, &[
-            Arg::read(&from), Arg::read(&from), Arg::write(&mut k), Arg::write(&mut v), Arg::read(seqlens_k),
+            Arg::read(&from), Arg::read(&from), Arg::write(&mut k), Arg::write(&mut v), Arg::read(seqlens_k), optional(&query_seqlens),
             Arg::write(&mut told), Arg::write(&mut positions), Arg::params(&p),
         ])?;
         let (bias, mut out) = (vec![0.0f32; 5 * q_len as usize], vec![0.0f32; 7 * q_len as usize * seqlens_k.len()]);
@@ -309,7 +332,7 @@ proptest! {
             bias: Strides { row: 5, ..Strides::default() }, slide: p, heads: 1, columns: 5, columns_out: 7,
         };
         start(entry("rolling_bias", DType::F32), case.blocks, case.seed, &[
-            Arg::read(&bias), Arg::read(seqlens_k), Arg::write(&mut out), Arg::params(&bias_params),
+            Arg::read(&bias), Arg::read(seqlens_k), optional(&query_seqlens), Arg::write(&mut out), Arg::params(&bias_params),
         ])?;
     }
 }

@@ -1,6 +1,7 @@
 //! `tiled` on the simulator.
 
 use crate::flash::{Case, Tensors, case, check, lse, start, with_type};
+use crate::support::optional;
 use gqa_kernels::attention::tiled;
 use gqa_kernels::num::{DType, MmaElement};
 use gqa_kernels::params::sink;
@@ -25,6 +26,7 @@ fn run_on<T: MmaElement>(entry: &Entry, case: &Case) -> Result<Report, TestCaseE
         Arg::read(&t.k),
         Arg::read(&t.v),
         Arg::read(&t.seqlens_k),
+        optional(&t.query_seqlens),
         if case.sink == sink::PER_HEAD { Arg::read(&t.head_sink) } else { Arg::null() },
         Arg::write(&mut t.out),
         lse(case, &mut t.lse),
@@ -68,6 +70,7 @@ fn prompt() -> Case {
         totals: vec![256],
         spare: 0,
         first_prompt: true,
+        tokens: None,
         causal: true,
         window: 0,
         scale: 0.125,
@@ -120,6 +123,7 @@ fn a_length_outside_the_cache_is_clamped() {
         Arg::read(&t.k),
         Arg::read(&t.v),
         Arg::read(&[i32::MAX]),
+        Arg::null(),
         Arg::null(),
         Arg::write(&mut t.out),
         lse(&case, &mut t.lse),

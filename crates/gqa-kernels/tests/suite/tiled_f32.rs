@@ -1,6 +1,7 @@
 //! `tiled_f32` on the simulator.
 
 use crate::flash::{Case, Tensors, case, check, lse, row, start};
+use crate::support::optional;
 use gqa_kernels::attention::tiled;
 use gqa_kernels::num::DType;
 use gqa_kernels::params::sink;
@@ -17,6 +18,7 @@ fn run_on(case: &Case, t: &mut Tensors<f32>) -> Result<Report, TestCaseError> {
         Arg::read(&t.k),
         Arg::read(&t.v),
         Arg::read(&t.seqlens_k),
+        optional(&t.query_seqlens),
         if case.sink == sink::PER_HEAD { Arg::read(&t.head_sink) } else { Arg::null() },
         Arg::write(&mut t.out),
         lse(case, &mut t.lse),
@@ -64,6 +66,7 @@ fn prompt() -> Case {
         totals: vec![256],
         spare: 0,
         first_prompt: true,
+        tokens: None,
         causal: true,
         window: 0,
         scale: 0.125,

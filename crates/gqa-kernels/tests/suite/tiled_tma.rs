@@ -1,6 +1,7 @@
 //! `tiled_tma` on the simulator.
 
 use crate::flash::{Case, Tensors, case, check, lse, start, with_type};
+use crate::support::optional;
 use gqa_kernels::attention::tiled;
 use gqa_kernels::num::{DType, MmaElement};
 use gqa_kernels::params::{Strides, sink};
@@ -20,6 +21,7 @@ fn run<T: MmaElement>(case: &Case) -> Result<Report, TestCaseError> {
         Arg::read(&t.v).tensor_map(layout(p.v)),
         Arg::read(&t.q),
         Arg::read(&t.seqlens_k),
+        optional(&t.query_seqlens),
         if case.sink == sink::PER_HEAD { Arg::read(&t.head_sink) } else { Arg::null() },
         Arg::write(&mut t.out),
         lse(case, &mut t.lse),

@@ -75,6 +75,7 @@ fn prompt() -> Case {
         totals: vec![128],
         spare: 0,
         first_prompt: true,
+        tokens: None,
         causal: true,
         window: 0,
         scale: 0.044,

@@ -4,11 +4,13 @@
 mod lengths;
 mod written;
 
-use crate::problem::{Alignment, CallKind, Phase, Problem, QkOutput, WriteMode};
+use crate::problem::{Alignment, CacheBinding, CallKind, Phase, Problem, QkOutput, WriteMode};
 use crate::tensors::{TensorId, Tensors};
 use gqa_tensor::TensorView;
 use gqa_tensor::{Error, Result};
 pub use lengths::{Bounds, PagedLengths};
+
+const TOKENS: &str = "query_seqlens";
 
 /// Errs unless every length, every position of a token and every block leads into the tensors that
 /// they index, and scales can be divided by.
@@ -53,6 +55,9 @@ fn check_indices(
     let lengths = lengths(p, inputs)?;
     for (b, lengths) in lengths.into_iter().enumerate().filter(|(_, of)| !empty(of.last)) {
         let length = bounds.length(b, lengths.last)?;
+        if p.phase == Phase::PaddedChunk {
+            check_tokens(p, inputs.need(TensorId::QuerySeqlens)?, b, length)?;
+        }
         let tokens = match p.phase {
             Phase::FirstPrompt => length.min(lengths.rows),
             _ => lengths.rows,
@@ -67,8 +72,8 @@ fn check_indices(
 pub struct Lengths {
     /// Index of the last token after the call.
     pub last: i32,
-    /// Rows of the call that are the sequence's last tokens; in a first prompt rows from its first
-    /// token on, some of which may be padding.
+    /// Rows of the call that are the sequence's last tokens, before rows of padding; in a first
+    /// prompt all rows, from its first token on, some of which may be padding.
     pub rows: usize,
 }
 
@@ -78,7 +83,45 @@ pub struct Lengths {
 /// Where a tensor of lengths is absent, or has another type.
 pub fn lengths(p: &Problem, inputs: &Tensors<TensorView<'_>>) -> Result<Vec<Lengths>> {
     let last = integers("seqlens_k", inputs.need(TensorId::SeqlensK)?)?;
-    Ok(last.iter().map(|&last| Lengths { last, rows: p.q_len }).collect())
+    let tokens = match p.phase {
+        Phase::PaddedChunk => integers(TOKENS, inputs.need(TensorId::QuerySeqlens)?)?,
+        _ => &[],
+    };
+    let rows = |b, last: i32| {
+        let most = usize::try_from(i64::from(last) + 1).unwrap_or(0).min(p.q_len);
+        let of = |&tokens: &i32| usize::try_from(tokens).unwrap_or(0).min(most);
+        tokens.get(b).map_or(p.q_len, of)
+    };
+    Ok(last.iter().enumerate().map(|(b, &last)| Lengths { last, rows: rows(b, last) }).collect())
+}
+
+/// Checks that the tokens among batch entry `b`'s rows, of which `length` tokens are in the cache
+/// after the call, are rows, and that a cache that does not roll has the past, and room for all
+/// rows behind it.
+fn check_tokens(p: &Problem, tokens: TensorView<'_>, b: usize, length: usize) -> Result<()> {
+    let tokens = integers(TOKENS, tokens)?.get(b).copied().unwrap_or_default();
+    let most = p.q_len.min(length);
+    let rolls = p.slides || p.new_len == 0;
+    let past_rows = if p.cache == CacheBinding::Shared { p.capacity } else { p.past_capacity };
+    let held = if rolls { 0 } else { length.saturating_sub(past_rows) };
+    let fitting = if rolls { 0 } else { (length + p.q_len).saturating_sub(p.capacity) };
+    let least = held.max(fitting);
+    if usize::try_from(tokens).is_ok_and(|tokens| (least..=most).contains(&tokens)) {
+        return Ok(());
+    }
+    let why = match least {
+        0 => format!("the rows of query, and of {length} tokens by seqlens_k"),
+        _ if held >= fitting => {
+            format!("as past_key has {past_rows} rows, of {length} tokens by seqlens_k")
+        }
+        _ => format!(
+            "as {} rows have to fit behind the past of {length} tokens by seqlens_k, in {} rows of \
+             present_key",
+            p.q_len, p.capacity
+        ),
+    };
+    let got = format!("{tokens} for batch entry {b}");
+    Err(Error::invalid(TOKENS, got, format!("{least} to {most}, {why}")))
 }
 
 /// The elements of an int32 tensor.
@@ -129,6 +172,7 @@ struct Limits {
 impl Limits {
     fn of(p: &Problem) -> Self {
         let padded = p.phase == Phase::FirstPrompt && p.alignment == Alignment::Phase;
+        let counted = p.phase == Phase::PaddedChunk;
         let (slides, rows) = (p.sliding().is_some(), (p.capacity, "rows of present_key"));
         let implicit = p.rotary.filter(|rotary| rotary.explicit.is_none());
         let limits = [
@@ -137,13 +181,14 @@ impl Limits {
             p.bias.map(|_| (p.total_len, "columns of attention_bias")),
             (p.output_qk != QkOutput::None).then_some((p.total_len, "columns of output_qk")),
             implicit.map(|rotary| (rotary.max_positions, "rows of cos_cache")),
+            counted.then_some((p.total_len, "rows by total_sequence_length")),
         ];
         let most = limits.into_iter().flatten().min_by_key(|limit| limit.0);
         let least = match p.alignment {
             // Rows that no key is appended for need none.
             _ if !p.has_present() => 0,
             Alignment::Past(past) => past,
-            _ if padded && !p.slides => p.q_len.min(1),
+            _ if padded && !p.slides || counted => p.q_len.min(1),
             _ => p.q_len,
         };
         Self { least, most: most.unwrap_or_default() }

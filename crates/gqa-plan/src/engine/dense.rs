@@ -1,7 +1,7 @@
 //! Calls in which each sequence has a KV cache of its own.
 
 use super::{Layer, phase};
-use crate::problem::{Bias, Layout, Problem, ProblemFields, Rotary, RowStrides, Strided};
+use crate::problem::{Bias, Layout, Phase, Problem, ProblemFields, Rotary, RowStrides, Strided};
 use gqa_tensor::{DType, Error, Result};
 
 /// A call of sequences with the same number of new tokens, which are appended in place to a KV
@@ -23,6 +23,7 @@ pub struct Dense {
     packed: bool,
     positions: bool,
     bias: Option<[bool; 2]>,
+    padded: bool,
     tree_mask: bool,
     lse: bool,
     float32_output: bool,
@@ -56,6 +57,7 @@ impl Dense {
             packed: false,
             positions: false,
             bias: None,
+            padded: false,
             tree_mask: false,
             lse: false,
             float32_output: false,
@@ -117,6 +119,15 @@ impl Dense {
         Self { bias: Some([per_sequence, per_head]), ..self }
     }
 
+    /// The int32 tensor `query_seqlens`, of shape (batch), has how many of the rows are new tokens of
+    /// each sequence: the rows after them are padding, whose output is 0 and which are not appended.
+    /// A sequence of 0 new tokens is idle: its cache stays as it is. The sequences have had any
+    /// number of tokens before, none included; `seqlens_k` counts their new tokens, not the padding.
+    /// The cache has room for all `rows` behind a sequence's past.
+    pub const fn padded(self) -> Self {
+        Self { padded: true, ..self }
+    }
+
     /// The int64 tensor `tree_mask`, of shape (batch, rows), is a mask among the new tokens: token
     /// `i` attends to new token `j` of its sequence where bit `j` of element `i` is set, including
     /// itself and later ones. All attend to the past. One call verifies a tree of up to 64 draft
@@ -175,7 +186,7 @@ impl Layer {
             total_len: longest,
             past_capacity: capacity,
             capacity,
-            phase: phase(rows, longest),
+            phase: if call.padded { Phase::PaddedChunk } else { phase(rows, longest) },
             packed: call.packed,
             layout,
             strided,

@@ -17,8 +17,9 @@ pub(super) fn tensor(problem: &Problem, id: TensorId, offset: usize) -> Arg {
 }
 
 /// The tensors that say how long sequences with caches of their own are, under the kernels' names.
-pub(super) fn seqlens(problem: &Problem) -> [(&'static str, Arg); 1] {
-    [("seqlens_k", tensor(problem, TensorId::SeqlensK, 0))]
+pub(super) fn seqlens(problem: &Problem) -> [(&'static str, Arg); 2] {
+    let ids = [TensorId::SeqlensK, TensorId::QuerySeqlens];
+    ids.map(|id| (id.name(), tensor(problem, id, 0)))
 }
 
 pub(super) fn strides(layout: RowLayout) -> Strides {

@@ -2003,7 +2003,7 @@ fn prologue_reach(name: &str, p: &PrologueParams, element: usize) -> usize {
         "past_k" | "past_v" => rows(p.past, p.kv_heads, p.past_capacity),
         "cos" | "sin" => angles,
         "position_ids" => ((p.batch - 1) * p.rotary.position_stride + p.q_len) as usize * 8,
-        "seqlens_k" => p.batch as usize * 4,
+        "seqlens_k" | "query_seqlens" => p.batch as usize * 4,
         "q_norm_weight" | "k_norm_weight" => p.head_size as usize * element,
         "past" => rows(p.past, p.kv_heads, p.past_capacity),
         "new" => rows(p.k, p.kv_heads, p.capacity - p.past_capacity),
@@ -2047,7 +2047,7 @@ fn rolling_reach(name: &str, p: &RollingParams) -> usize {
     match name {
         "from_k" | "from_v" => rows(p.from_rows),
         "to_k" | "to_v" => rows(p.capacity),
-        "seqlens_k" | "lengths" => p.batch as usize * 4,
+        "seqlens_k" | "query_seqlens" | "lengths" => p.batch as usize * 4,
         "position_ids" => (p.batch * p.q_len) as usize * 8,
         other => panic!("{other}"),
     }
@@ -2291,7 +2291,7 @@ fn attention_reach(name: &str, p: &AttentionParams, element: usize) -> usize {
         "partial_out" => all * (p.splits * p.head_size) as usize * 4,
         "partial_lse" => all * p.splits as usize * 4,
         "counter" => 4,
-        "seqlens_k" => p.batch as usize * 4,
+        "seqlens_k" | "query_seqlens" => p.batch as usize * 4,
         other => panic!("{other}"),
     }
 }
@@ -2320,8 +2320,12 @@ fn set(p: &mut ProblemFields, field: usize, value: usize) {
         12 => p.past_capacity = size,
         13 => p.capacity = size,
         14 => {
-            p.phase =
-                [Phase::FirstPrompt, Phase::SubsequentPrompt, Phase::TokenGeneration][value % 3]
+            p.phase = [
+                Phase::FirstPrompt,
+                Phase::SubsequentPrompt,
+                Phase::TokenGeneration,
+                Phase::PaddedChunk,
+            ][value % 4]
         }
         15 => p.alignment = [Alignment::Phase, Alignment::Past(size), Alignment::End][value % 3],
         16 => {
@@ -2363,6 +2367,36 @@ fn set(p: &mut ProblemFields, field: usize, value: usize) {
         }
         _ => p.float8_products = !p.float8_products,
     }
+}
+
+/// Which rows are padding is data: the same kernels as of a chunk, or of a decode step.
+#[test]
+fn padded_chunks_are_planned_as_chunks() {
+    for name in ["h200", "b200", "a100", "v100"] {
+        let device = device(name);
+        for (rows, past) in [(1, 700), (4, 700), (300, 700), (2048, 6000)] {
+            for dtype in [DType::F16, DType::F32] {
+                let chunk = with(llama(rows, past), |p| p.dtype = dtype);
+                let padded = with(chunk.clone(), |p| p.phase = Phase::PaddedChunk);
+                let [chunk, padded] = [chunk, padded]
+                    .map(|call| plan(&call, &device, &PlanOptions::default()).unwrap());
+                let entries = |plan: &Plan| -> Vec<_> {
+                    plan.launches.iter().map(|launch| launch.entry.name).collect()
+                };
+                assert_eq!(entries(&padded), entries(&chunk), "{name}, {rows} rows");
+                let of_pointers = |launch: &Launch| {
+                    let names = launch.entry.arguments.iter().zip(&launch.args);
+                    names
+                        .filter(|(name, arg)| **name == "query_seqlens" && **arg == Arg::Null)
+                        .count()
+                };
+                assert!(padded.launches.iter().all(|launch| of_pointers(launch) == 0));
+            }
+        }
+    }
+    let step = with(llama(1, 700), |p| p.phase = Phase::PaddedChunk);
+    let plan = plan(&step, &device("h200"), &PlanOptions::default()).unwrap();
+    assert_eq!(plan.launches.len(), 1);
 }
 
 /// Anybody may describe a call field by field: what passes its check is planned, and its launches

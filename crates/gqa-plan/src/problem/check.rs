@@ -31,6 +31,7 @@ impl ProblemFields {
         self.check_sizes()?;
         self.check_scores()?;
         self.check_tree()?;
+        self.check_padded_chunk()?;
         self.check_rotation()?;
         self.check_cache()?;
         self.check_pages()?;
@@ -252,6 +253,21 @@ impl ProblemFields {
             let sizes = format!("{} and {}", self.head_size, self.v_head_size);
             (sizes, "a multiple of 8 for keys and values alike, but where past is only copied")
         })
+    }
+
+    /// Errs where query_seqlens has no meaning: rows are counted in a cache, from its end.
+    fn check_padded_chunk(&self) -> Result<()> {
+        let counts = self.has_counted_rows();
+        refuse(self.phase == Phase::PaddedChunk && !counts, "query_seqlens", || {
+            ("one", "none, except in causal calls over a cache that is not paged")
+        })
+    }
+
+    /// Whether rows are the last ones of a sequence with a cache of its own, in order.
+    fn has_counted_rows(&self) -> bool {
+        let ordered = self.causal || self.tree_mask;
+        let own_cache = self.attends() && !self.is_external() && self.pages.is_none();
+        ordered && own_cache && self.alignment == Alignment::Phase
     }
 
     fn check_quantized(&self) -> Result<()> {

@@ -19,6 +19,9 @@ pub enum Phase {
     SubsequentPrompt,
     /// One new row after a past.
     TokenGeneration,
+    /// Rows after a past, or one, of which query_seqlens has the number for each sequence: the
+    /// others are padding at the right. A sequence without a row is idle.
+    PaddedChunk,
 }
 
 impl Phase {
@@ -28,6 +31,7 @@ impl Phase {
             Self::FirstPrompt => "first prompt",
             Self::SubsequentPrompt => "subsequent prompt",
             Self::TokenGeneration => "token generation",
+            Self::PaddedChunk => "right-padded chunk",
         }
     }
 }
@@ -687,7 +691,8 @@ impl Problem {
 
     /// Rows that a sequence may have in the call: its tokens, and padding after them.
     pub(crate) fn longest_padded(&self) -> usize {
-        self.total_len
+        let padding = if self.phase == Phase::PaddedChunk { self.q_len } else { 0 };
+        self.total_len.saturating_add(padding)
     }
 
     /// The scale for kernels that scale masked scores (-inf), too: never 0, nor a value that

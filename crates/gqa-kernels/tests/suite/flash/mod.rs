@@ -1,5 +1,6 @@
 //! Random attention calls, run on the simulator and compared with attention as it is defined.
 
+use crate::support::{query_seqlens, some_tokens};
 use bytemuck::Zeroable;
 use gqa_kernels::num::{DType, Element};
 use gqa_kernels::params::{AttentionParams, Strides, sink};
@@ -20,6 +21,8 @@ pub struct Case {
     /// Cache rows behind the longest sequence.
     pub spare: u32,
     pub first_prompt: bool,
+    /// query_seqlens, if it is given: never more than rows or the sequence's tokens.
+    pub tokens: Option<Vec<u32>>,
     pub causal: bool,
     pub window: u32,
     pub scale: f32,
@@ -73,6 +76,7 @@ pub fn case(most_rows: u32, most_keys: u32) -> impl Strategy<Value = Case> {
         )| {
             let ((kv_heads, group, head_size, first_prompt, q_len), totals) = shape;
             let dtype = if half { DType::F16 } else { DType::BF16 };
+            let tokens = some_tokens(seed, q_len, &totals);
             let scale = scale / (head_size as f32).sqrt();
             Case {
                 dtype,
@@ -82,7 +86,8 @@ pub fn case(most_rows: u32, most_keys: u32) -> impl Strategy<Value = Case> {
                 q_len,
                 totals,
                 spare,
-                first_prompt,
+                first_prompt: first_prompt && tokens.is_none(),
+                tokens,
                 causal,
                 window,
                 scale,
@@ -98,6 +103,21 @@ pub fn case(most_rows: u32, most_keys: u32) -> impl Strategy<Value = Case> {
 }
 
 impl Case {
+    /// Rows of a sequence of `total` keys that hold a query.
+    fn tokens(&self, b: u32, total: u32) -> u32 {
+        match &self.tokens {
+            Some(tokens) => tokens[b as usize],
+            None if self.first_prompt => total,
+            None => self.q_len,
+        }
+    }
+
+    /// Keys before this call's rows.
+    pub fn past(&self, b: u32) -> u32 {
+        let total = self.totals[b as usize];
+        if self.first_prompt { 0 } else { total.saturating_sub(self.tokens(b, total)) }
+    }
+
     pub fn q_heads(&self) -> u32 {
         self.kv_heads * self.group
     }
@@ -166,6 +186,7 @@ pub struct Tensors<T> {
     pub k: Vec<T>,
     pub v: Vec<T>,
     pub seqlens_k: Vec<i32>,
+    pub query_seqlens: Option<Vec<i32>>,
     pub head_sink: Vec<T>,
     pub out: Vec<T>,
     pub lse: Vec<f32>,
@@ -184,7 +205,7 @@ impl<T: Element> Tensors<T> {
         let width = case.head_size as usize;
         for (b, &total) in (0..).zip(&case.totals) {
             for head in 0..case.q_heads() {
-                for s in 0..if case.first_prompt { total } else { case.q_len } {
+                for s in 0..case.tokens(b, total) {
                     random.fill(&mut q[p.q.at(b, head, s)..][..width]);
                 }
             }
@@ -201,6 +222,7 @@ impl<T: Element> Tensors<T> {
             k,
             v,
             seqlens_k: case.totals.iter().map(|&total| total as i32 - 1).collect(),
+            query_seqlens: query_seqlens(&case.tokens),
             head_sink,
             out: vec![nan; q.len()],
             lse: vec![f32::NAN; case.totals.len() * (case.q_heads() * case.q_len) as usize],
@@ -278,7 +300,7 @@ pub fn row<T: Element>(case: &Case, t: &Tensors<T>, b: u32, head: u32, s: u32) -
         Want { out: vec![0.0; width], magnitude: vec![0.0; width], lse: f64::NEG_INFINITY };
 
     let total = i64::from(case.totals[b as usize]);
-    let past = if case.first_prompt { 0 } else { (total - i64::from(case.q_len)).max(0) };
+    let past = i64::from(case.past(b));
     let position = past + i64::from(s);
     if position >= total {
         return nothing;

@@ -1,6 +1,7 @@
 //! Kernels that may cut the keys into splits, with the merge, on the simulator.
 
 use crate::flash::{Case, Tensors, check, lse, start};
+use crate::support::optional;
 use gqa_kernels::attention::{combine, split_kv};
 use gqa_kernels::num::MmaElement;
 use gqa_kernels::params::{AttentionParams, sink};
@@ -22,7 +23,8 @@ pub fn run_in_splits<T: MmaElement>(
     let head_sink =
         || if case.sink == sink::PER_HEAD { Arg::read(&t.head_sink) } else { Arg::null() };
     let [q, k, v] = [&t.q, &t.k, &t.v].map(|tensor| Arg::read(tensor));
-    let mut arguments = vec![q, k, v, Arg::read(&t.seqlens_k), head_sink()];
+    let mut arguments =
+        vec![q, k, v, Arg::read(&t.seqlens_k), optional(&t.query_seqlens), head_sink()];
     if splits == 1 {
         arguments.extend([Arg::write(&mut t.out), lse(case, &mut t.lse), Arg::null(), Arg::null()]);
     } else {
@@ -37,6 +39,7 @@ pub fn run_in_splits<T: MmaElement>(
             Arg::read(&partial_out),
             Arg::read(&partial_lse),
             Arg::read(&t.seqlens_k),
+            optional(&t.query_seqlens),
             head_sink(),
             Arg::write(&mut t.out),
             lse(case, &mut t.lse),

@@ -146,3 +146,23 @@ macro_rules! with_type {
     };
 }
 pub(crate) use with_type;
+
+/// query_seqlens of a third of the cases: tokens among each sequence's rows, none and all too.
+pub fn some_tokens(seed: u64, q_len: u32, totals: &[u32]) -> Option<Vec<u32>> {
+    let mut random = Random::new(seed);
+    let mut some = |&total: &u32| {
+        let most = q_len.min(total);
+        if random.below(3) == 0 { most } else { random.below(most + 1) }
+    };
+    seed.is_multiple_of(3).then(|| totals.iter().map(&mut some).collect())
+}
+
+/// The tensor query_seqlens.
+pub fn query_seqlens(tokens: &Option<Vec<u32>>) -> Option<Vec<i32>> {
+    tokens.as_ref().map(|tokens| tokens.iter().map(|&tokens| tokens as i32).collect())
+}
+
+/// An optional tensor of integers.
+pub fn optional(tensor: &Option<Vec<i32>>) -> Arg<'_> {
+    tensor.as_ref().map_or_else(Arg::null, |tensor| Arg::read(tensor))
+}
