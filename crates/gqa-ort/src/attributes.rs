@@ -67,12 +67,6 @@ impl Node {
         self.has(index, table.KernelInfo_GetOutputCount, table.KernelInfo_GetOutputName)
     }
 
-    /// Whether the node has that input.
-    fn has_input(self, index: usize) -> Result<bool, Failure> {
-        let table = self.api.table();
-        self.has(index, table.KernelInfo_GetInputCount, table.KernelInfo_GetInputName)
-    }
-
     /// Whether a list of the node's names has one there that is not empty.
     fn has(self, index: usize, list_count: Count, list_name: Name) -> Result<bool, Failure> {
         let (mut count, mut bytes) = (0, 0);
@@ -86,18 +80,6 @@ impl Node {
         }
         // With the zero at its end.
         Ok(bytes > 1)
-    }
-
-    /// Errs where the node has an input that is not computed.
-    fn check_inputs(self) -> Result<(), Failure> {
-        let inputs = self.schema.inputs.iter().enumerate();
-        for (index, input) in inputs.filter(|(_, input)| input.refused) {
-            if self.has_input(index)? {
-                let allowed = "none, as it is not computed yet";
-                return Err(Error::invalid(input.name, "an input", allowed).into());
-            }
-        }
-        Ok(())
     }
 
     /// The attribute, whatever its type. ONNX Runtime gives a value only to who asks for its type.
@@ -188,7 +170,6 @@ impl Node {
 
     /// The operator of a GroupQueryAttention node.
     pub fn group_query_attention(self) -> Result<GroupQueryAttention, Failure> {
-        self.check_inputs()?;
         let heads = [self.int(c"num_heads")?, self.int(c"kv_num_heads")?];
         Ok(GroupQueryAttention::new(heads[0], heads[1])
             .causal(self.int(c"causal")?)

@@ -49,8 +49,6 @@ pub struct Input {
     pub kind: Kind,
     /// Whether a node must have it.
     pub required: bool,
-    /// Whether a node that has it is refused.
-    pub refused: bool,
 }
 
 /// An output. The first is required, the others are not.
@@ -65,18 +63,12 @@ pub struct Output {
 
 /// An input that a node may lack.
 pub const fn input(name: &'static str, role: TensorId, kind: Kind) -> Input {
-    Input { name, role: Some(role), kind, required: false, refused: false }
+    Input { name, role: Some(role), kind, required: false }
 }
 
 /// int32 numbers that the host reads, whatever device computes.
 pub const fn numbers(name: &'static str) -> Input {
-    Input { name, role: None, kind: Kind::Always(DType::I32), required: false, refused: false }
-}
-
-/// int32 numbers that the operator has and that are not computed. ONNX Runtime would call a model
-/// with them invalid, and not say why, if it did not know of them.
-pub const fn refused(name: &'static str) -> Input {
-    Input { refused: true, ..numbers(name) }
+    Input { name, role: None, kind: Kind::Always(DType::I32), required: false }
 }
 
 /// An attribute.
