@@ -261,12 +261,14 @@ class OnEmulatedGpu(unittest.TestCase):
         self.addCleanup(stack.close)
         self.module = stack.enter_context(backend())
         self.calls = sys.modules["gqa.vllm._calls"]
-        self.stream, self.captures, self.made = 0, False, []
-        plan = _launch._of_call(emulated.planned)
+        self.stream, self.captures, self.made, self.for_graphs = 0, False, [], []
+        plan, plan_for_graph = (_launch._of_call(emulated.planned) for _ in range(2))
 
-        def recorded(*asked):
-            made = plan(*asked)
-            self.made.append(made)
+        def recorded(make, of):
+            def made(*asked):
+                of.append(make(*asked))
+                return of[-1]
+
             return made
 
         for owner, name, value in (
@@ -274,7 +276,8 @@ class OnEmulatedGpu(unittest.TestCase):
             (_flash, "_earlier", emulated.earlier),
             (_cuda, "run", emulated.run),
             (_cuda, "plan", plan),
-            (self.calls, "plan_of_layer", recorded),
+            (self.calls, "plan", recorded(plan, self.made)),
+            (self.calls, "plan_for_graph", recorded(plan_for_graph, self.for_graphs)),
             (self.calls, "addresses", addresses),
             (_launch, "_gpu", lambda _: emulated.Gpu()),
             (_launch, "_gqa", types.SimpleNamespace(Call=emulated.Call)),
@@ -496,6 +499,25 @@ class OnEmulatedGpu(unittest.TestCase):
         self.assertTrue(calls[0].parts[0].workspace and calls[0].parts[0].counters)
         self.assertIs(calls[0], calls[1])
         self.assertEqual(len({*map(id, calls)}), 3)
+
+    def test_kernels_of_graphs_are_specialized_at_once(self):
+        """Of the run that warms up for a capture, and of the capture: both have one plan. Steps of
+        the same size outside of graphs do not wait for the compiler."""
+        layer = self.layer(Batch([(1, 50), (1, 20)], longest=4096))
+        builder, told = self.builder(), metadata(layer.batch, layer.table)
+        for self.captures in (False, True):
+            step = builder.build_for_cudagraph_capture(told)
+            self.check(layer, *self.attend(layer, step))
+            self.attend(layer, builder.update_block_table(step, layer.table, None))
+        self.assertEqual((len(self.made), len({*map(id, self.for_graphs)})), (0, 1))
+        self.assertEqual(len(self.for_graphs), 4)
+        self.captures = False
+        self.check(layer, *self.attend(layer, builder.build(0, told)))
+        self.assertEqual((len(self.made), len(self.for_graphs)), (1, 4))
+        # Captured by a runner that does not say so.
+        self.captures = True
+        self.check(layer, *self.attend(layer, builder.build(0, told)))
+        self.assertEqual((len(self.made), len(self.for_graphs)), (1, 5))
 
     def test_encoders(self):
         lengths = [(5, 5), (33, 33), (16, 16)]

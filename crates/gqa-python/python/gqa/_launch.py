@@ -98,9 +98,9 @@ def plan(gpu: _gqa.Gpu, call: _gqa.Call) -> Planned:
 
 
 @_of_call
-def plan_of_layer(gpu: _gqa.Gpu, call: _gqa.Call) -> Planned:
-    """The same for a layer of a model, which calls again and again: its kernels are specialized
-    before the first launch, as a graph keeps those that it was captured with."""
+def plan_for_graph(gpu: _gqa.Gpu, call: _gqa.Call) -> Planned:
+    """The same for a call that a CUDA graph captures: its kernels are specialized before the first
+    launch, because a graph keeps those that it was captured with."""
     return _planned(gpu.plan(call, at_once=True))
 
 

@@ -166,6 +166,11 @@ class MetadataBuilder(AttentionMetadataBuilder):
         step.past = self._past.of(step)
         return step
 
+    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Step:
+        step = self.build(0, common_attn_metadata)
+        step.is_captured = True
+        return step
+
     def update_block_table(self, metadata: Step, blk_table: Tensor, slot_mapping: Tensor) -> Step:
         # Also with what vLLM's subclasses of this class have set.
         step = copy.copy(metadata)

@@ -1,6 +1,6 @@
 """Calls over vLLM's paged KV cache: prepared once a step, launched by each layer."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Optional
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gqa import _cuda, _launch
 from gqa._flash import Scores
-from gqa._launch import Planned, plan_of_layer
+from gqa._launch import Planned, plan, plan_for_graph
 from gqa._quantized import Cache
 
 # Of scratch memory, if one sequence does not need more.
@@ -40,6 +40,8 @@ class Step:
     lengths_on_cpu: Optional[Tensor] = None
     # With decode context parallelism, where sequences have keys of steps before.
     past: Optional["Past"] = None
+    # A graph captures it, or the run that warms up for the capture has it.
+    is_captured: bool = False
     # By their kind.
     calls: dict[Any, "Call"] = field(default_factory=dict)
 
@@ -121,14 +123,21 @@ def bound(keys: int) -> int:
 
 def prepared(step: Step, given: Given, most_scratch: int, stream: int) -> Call:
     """The call of a step for layers like this one, whose scratch memory is bounded if sequences
-    one by one do not need more. A graph's is not: its next step has other lengths."""
+    one by one do not need more. A graph's is not: its next step has other lengths.
+
+    A plan of a graph waits for its specialized kernels. Others do not: prompts of new lengths bring
+    new kernels while requests wait.
+    """
     sequences = step.seq_lens.shape[0]
     whole = _Some(0, sequences, 0, step.num_actual_tokens, step.max_query_len, step.max_seq_len)
-    is_captured = torch.cuda.is_current_stream_capturing()
-    part = _part(step, whole, given, stream, None if is_captured else most_scratch)
+    if step.is_captured or torch.cuda.is_current_stream_capturing():
+        part = _part(step, whole, given, stream, plan_for_graph)
+    else:
+        part = _part(step, whole, given, stream, plan, most_scratch)
     if part is not None:
         return Call([part], given.query.stride(), stream)
-    parts = (_part(step, some, given, stream) for some in _apart(step, given.cache, most_scratch))
+    apart = _apart(step, given.cache, most_scratch)
+    parts = (_part(step, some, given, stream, plan) for some in apart)
     return Call([part for part in parts if part is not None], given.query.stride(), stream)
 
 
@@ -144,12 +153,17 @@ class _Some(NamedTuple):
 
 
 def _part(
-    step: Step, some: _Some, given: Given, stream: int, most_scratch: int | None = None
+    step: Step,
+    some: _Some,
+    given: Given,
+    stream: int,
+    make: Callable[..., Planned],
+    most_scratch: int | None = None,
 ) -> Part | None:
     """The plan for some of a step's sequences, unless its scratch memory is too large."""
     call = _sequences(step, some, given.cache.keys.shape[1])
     query, output = (x[some.first_row : some.end_row] for x in (given.query, given.output))
-    planned = plan_of_layer(*_cuda._asked(query, given.cache, None, None, call, given.scores, False))
+    planned = make(*_cuda._asked(query, given.cache, None, None, call, given.scores, False))
     if most_scratch is not None and planned.workspace_bytes > most_scratch:
         return None
     k_scale, v_scale = (None, None) if given.cache.scales is None else given.cache.scales[1:]
