@@ -6,9 +6,11 @@
     python3 tests/make_schemas.py --check    compare with what is stored
 
 What is stored, crates/gqa-onnx compares its operators with; tests/ort.py compares the operators of libgqa_ort.so with what is
-installed, and that with what is stored.
+installed, and that with what is stored. Values that an attribute may have, and rules between inputs, are in the schemas' texts
+only: a digest of these is stored, so that a changed text is seen and read.
 """
 
+import hashlib
 import json
 import os
 import sys
@@ -22,7 +24,8 @@ OPERATORS = [("", "Attention"), ("", "RotaryEmbedding"), ("", "TensorScatter"),
              ("com.microsoft", "GroupQueryAttention"), ("com.microsoft", "PagedAttention")]
 # What the schemas have and our operators do not, with the reason.
 REFUSED = [
-    ("PagedAttention", "inputs", "value_cache", "it is required: absent in the LATENT layout only, which is refused by name"),
+    ("PagedAttention", "inputs", "value_cache", "it is required: absent in the LATENT layout only, which is refused by name, as are "
+     "v_head_size and rotary_offset other than 0"),
 ]
 
 
@@ -37,10 +40,19 @@ def attribute(found, proto):
     return [kind, [value.decode() if isinstance(value, bytes) else value]]
 
 
+def digest(found):
+    """Of all that a schema says in words, without its line breaks."""
+    described = [*found.inputs, *found.outputs, *(value for _, value in sorted(found.attributes.items()))]
+    words = " ".join([found.doc or "", *(value.description for value in described)]).split()
+    return hashlib.sha256(" ".join(words).encode()).hexdigest()[:16]
+
+
 def schema(found, default):
     values = lambda kind: [[value.name, value.option.name == "Single"] for value in getattr(found, kind)]
     return {"domain": found.domain, "operator": found.name, "since": found.since_version, "inputs": values("inputs"), "outputs": values("outputs"),
-            "attributes": {name: attribute(value, default(value)) for name, value in sorted(found.attributes.items())}}
+            "attributes": {name: attribute(value, default(value)) for name, value in sorted(found.attributes.items())},
+            "types": {types.type_param_str: sorted(types.allowed_type_strs) for types in found.type_constraints},
+            "text": digest(found)}
 
 
 def schemas():

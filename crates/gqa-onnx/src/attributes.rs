@@ -36,16 +36,66 @@ impl Kind {
     }
 }
 
+/// An attribute that an operator has.
+pub(crate) struct Attribute {
+    pub name: &'static str,
+    pub kind: Kind,
+    /// What a node without it means.
+    pub absent: Absent,
+}
+
+/// What a node without an attribute means.
+pub(crate) enum Absent {
+    /// Nothing: it must have it.
+    Refused,
+    /// What the operator's definition says: the attribute has no default.
+    Unset,
+    /// The default.
+    Int(i64),
+    /// The default.
+    Float(f32),
+    /// The default.
+    Text(&'static str),
+}
+
+/// An integer that a node must have.
+pub(crate) const fn required(name: &'static str) -> Attribute {
+    Attribute { name, kind: Kind::Int, absent: Absent::Refused }
+}
+
+/// An attribute without a default.
+pub(crate) const fn optional(name: &'static str, kind: Kind) -> Attribute {
+    Attribute { name, kind, absent: Absent::Unset }
+}
+
+/// An integer with a default.
+pub(crate) const fn int(name: &'static str, default: i64) -> Attribute {
+    Attribute { name, kind: Kind::Int, absent: Absent::Int(default) }
+}
+
+/// A float with a default.
+pub(crate) const fn float(name: &'static str, default: f32) -> Attribute {
+    Attribute { name, kind: Kind::Float, absent: Absent::Float(default) }
+}
+
+/// A string with a default.
+pub(crate) const fn text(name: &'static str, default: &'static str) -> Attribute {
+    Attribute { name, kind: Kind::Text, absent: Absent::Text(default) }
+}
+
 /// A node's attributes: each is known to the operator, has the right type, and occurs once.
-pub(crate) struct Attributes<'a>(&'a [AttributeProto]);
+pub(crate) struct Attributes<'a> {
+    given: &'a [AttributeProto],
+    known: &'static [Attribute],
+}
 
 impl<'a> Attributes<'a> {
     /// Checks the node's attributes against those `known`.
-    pub fn of(node: &'a NodeProto, known: &[(&str, Kind)]) -> Result<Self> {
+    pub fn of(node: &'a NodeProto, known: &'static [Attribute]) -> Result<Self> {
         for (i, attribute) in node.attribute.iter().enumerate() {
             let name = attribute.name.as_str();
-            let Some((_, kind)) = known.iter().find(|(known, _)| *known == name) else {
-                let names: Vec<_> = known.iter().map(|(name, _)| *name).collect();
+            let Some(Attribute { kind, .. }) = known.iter().find(|known| known.name == name) else {
+                let names: Vec<_> = known.iter().map(|known| known.name).collect();
                 return Err(Error::invalid(
                     "attribute",
                     format_args!("{name:?}"),
@@ -67,19 +117,29 @@ impl<'a> Attributes<'a> {
                 return Err(Error::invalid(name, "the attribute twice", "once"));
             }
         }
-        Ok(Self(&node.attribute))
+        Ok(Self { given: &node.attribute, known })
     }
 
     fn get(&self, name: &str) -> Option<&'a AttributeProto> {
-        self.0.iter().find(|attribute| attribute.name == name)
+        self.given.iter().find(|attribute| attribute.name == name)
     }
 
-    /// An integer, where given.
+    /// What a node without that attribute means.
+    fn absent(&self, name: &str) -> &'static Absent {
+        let known = self.known.iter().find(|known| known.name == name);
+        known.map_or(&Absent::Unset, |known| &known.absent)
+    }
+
+    /// An integer: as given, or its default.
     pub fn int(&self, name: &str) -> Option<i64> {
-        self.get(name).map(|attribute| attribute.i)
+        match (self.get(name), self.absent(name)) {
+            (Some(attribute), _) => Some(attribute.i),
+            (None, Absent::Int(default)) => Some(*default),
+            _ => None,
+        }
     }
 
-    /// An integer that has no default.
+    /// An integer that is given or has a default.
     pub fn required_int(&self, name: &str) -> Result<i64> {
         self.int(name).ok_or_else(|| Error::invalid(name, "no attribute of that name", "an int"))
     }
@@ -89,13 +149,21 @@ impl<'a> Attributes<'a> {
         self.int(name) == Some(1)
     }
 
-    /// A number, where given.
+    /// A number: as given, or its default.
     pub fn float(&self, name: &str) -> Option<f32> {
-        self.get(name).map(|attribute| attribute.f)
+        match (self.get(name), self.absent(name)) {
+            (Some(attribute), _) => Some(attribute.f),
+            (None, Absent::Float(default)) => Some(*default),
+            _ => None,
+        }
     }
 
-    /// A word, where given.
-    pub fn text(&self, name: &str) -> Option<String> {
-        self.get(name).map(|attribute| String::from_utf8_lossy(&attribute.s).into_owned())
+    /// A word: as given, or its default; empty where it has none.
+    pub fn text(&self, name: &str) -> String {
+        match (self.get(name), self.absent(name)) {
+            (Some(attribute), _) => String::from_utf8_lossy(&attribute.s).into_owned(),
+            (None, Absent::Text(default)) => (*default).to_owned(),
+            _ => String::new(),
+        }
     }
 }

@@ -186,8 +186,8 @@ impl Call {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::attributes::Kind;
-    use serde_json::Value;
+    use crate::attributes::{Absent, Attribute, Kind};
+    use serde_json::{Value, json};
     use std::collections::BTreeSet;
 
     /// The error for a node that violates its operator's schema: (operator, list, name).
@@ -198,7 +198,7 @@ mod tests {
         inputs: &'static [&'static str],
         required: &'static [usize],
         outputs: &'static [&'static str],
-        attributes: &'static [(&'static str, Kind)],
+        attributes: &'static [Attribute],
     }
 
     fn declared(operator: &str, since: i64) -> Option<Declared> {
@@ -235,23 +235,19 @@ mod tests {
         value.as_str().expect("a string").to_owned()
     }
 
-    /// Names by index, and whether a node must have each.
+    /// Names by index, and whether a node must have each: of outputs, the first.
     fn compare_lists(operator: &str, schema: &Value, ours: &Declared, found: &mut Differences) {
         let inputs = ours.inputs.iter().enumerate();
-        let inputs = inputs.map(|(i, name)| (*name, Some(ours.required.contains(&i)))).collect();
-        let outputs = ours.outputs.iter().map(|name| (*name, None)).collect();
+        let inputs = inputs.map(|(i, name)| (*name, ours.required.contains(&i))).collect();
+        let outputs = ours.outputs.iter().enumerate();
+        let outputs = outputs.map(|(i, name)| (*name, i == 0)).collect();
         for (kind, ours) in [("inputs", inputs), ("outputs", outputs)] {
-            let ours: Vec<(&str, Option<bool>)> = ours;
+            let ours: Vec<(&str, bool)> = ours;
             let theirs = schema[kind].as_array().expect("a list");
             for i in 0..ours.len().max(theirs.len()) {
                 let their = theirs.get(i).map(|value| (text(&value[0]), value[1] == true));
-                let same = match (ours.get(i), &their) {
-                    (Some((our, required)), Some((their, wanted))) => {
-                        our == their && required.is_none_or(|required| required == *wanted)
-                    }
-                    _ => false,
-                };
-                if !same {
+                let our = ours.get(i).map(|&(name, required)| (name.to_owned(), required));
+                if our != their {
                     let name = their.map_or_else(|| ours[i].0.to_owned(), |their| their.0);
                     found.insert((operator.to_owned(), kind, name));
                 }
@@ -259,22 +255,37 @@ mod tests {
         }
     }
 
-    /// Names and types.
+    /// Names, types and defaults.
     fn compare_attributes(
         operator: &str,
         schema: &Value,
         ours: &Declared,
         found: &mut Differences,
     ) {
-        let kind = |kind: &Kind| match kind {
-            Kind::Float => "FLOAT",
-            Kind::Int => "INT",
-            Kind::Text => "STRING",
+        let of = |attribute: &Attribute| {
+            let kind = match attribute.kind {
+                Kind::Float => "FLOAT",
+                Kind::Int => "INT",
+                Kind::Text => "STRING",
+            };
+            let absent = match attribute.absent {
+                Absent::Refused => json!("required"),
+                Absent::Unset => Value::Null,
+                Absent::Int(default) => json!([default]),
+                Absent::Float(default) => json!([default]),
+                Absent::Text(default) => json!([default]),
+            };
+            (attribute.name.to_owned(), json!([kind, absent]).to_string())
         };
-        let ours = ours.attributes.iter().map(|(name, k)| ((*name).to_owned(), kind(k).to_owned()));
+        // Defaults of floats are printed in double precision.
+        let single = |value: &Value| match value[1][0].as_f64() {
+            Some(default) if value[0] == "FLOAT" => json!([value[0], [default as f32]]),
+            _ => value.clone(),
+        };
         let theirs = schema["attributes"].as_object().expect("attributes").iter();
-        let theirs = theirs.map(|(name, value)| (name.clone(), text(&value[0])));
-        let (ours, theirs): (BTreeSet<_>, BTreeSet<_>) = (ours.collect(), theirs.collect());
+        let theirs = theirs.map(|(name, value)| (name.clone(), single(value).to_string()));
+        let (ours, theirs): (BTreeSet<_>, BTreeSet<_>) =
+            (ours.attributes.iter().map(of).collect(), theirs.collect());
         for (name, _) in ours.symmetric_difference(&theirs) {
             found.insert((operator.to_owned(), "attributes", name.clone()));
         }

@@ -118,13 +118,12 @@ pub const fn optional(name: &'static CStr, means: Literal) -> Attribute {
     Attribute { name, absent: Absent::Means(means) }
 }
 
-/// What is not refused, as JSON: lists of [name, whether a node must have it], and attributes by
+/// What there is, as JSON: lists of [name, whether a node must have it], and attributes by
 /// name: "required", null, or [default].
 impl Display for Schema {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let list = |items: Vec<String>| items.join(", ");
-        let inputs = self.inputs.iter().filter(|input| !input.refused);
-        let inputs = inputs.map(|i| format!("[{:?}, {}]", i.name, i.required));
+        let inputs = self.inputs.iter().map(|i| format!("[{:?}, {}]", i.name, i.required));
         let outputs = self.outputs.iter().enumerate();
         let outputs = outputs.map(|(i, output)| format!("[{:?}, {}]", output.name, i == 0));
         let attributes = self.attributes.iter().map(|Attribute { name, absent }| match absent {

@@ -5,7 +5,7 @@ use gqa_host::op::{Attention, AttentionInputs};
 use gqa_host::{Problem, Tensor};
 
 use super::{Arguments, check_lists, is_named};
-use crate::attributes::{Attributes, Kind};
+use crate::attributes::{Attribute, Attributes, Kind, float, int, optional};
 use crate::error::{Error, Result};
 use crate::proto::NodeProto;
 
@@ -19,17 +19,17 @@ pub(super) const INPUTS: [&str; 7] =
 /// Outputs in ONNX's order.
 pub(super) const OUTPUTS: [&str; 4] = ["Y", "present_key", "present_value", "qk_matmul_output"];
 
-/// Attributes and their types; the last [`WINDOWS`] came with operator set 25.
-const ATTRIBUTES: [(&str, Kind); 9] = [
-    ("is_causal", Kind::Int),
-    ("kv_num_heads", Kind::Int),
-    ("q_num_heads", Kind::Int),
-    ("qk_matmul_output_mode", Kind::Int),
-    ("scale", Kind::Float),
-    ("softcap", Kind::Float),
-    ("softmax_precision", Kind::Int),
-    ("left_window_size", Kind::Int),
-    ("right_window_size", Kind::Int),
+/// Attributes, their types and defaults; the last [`WINDOWS`] came with operator set 25.
+static ATTRIBUTES: [Attribute; 9] = [
+    int("is_causal", 0),
+    optional("kv_num_heads", Kind::Int),
+    optional("q_num_heads", Kind::Int),
+    int("qk_matmul_output_mode", 0),
+    optional("scale", Kind::Float),
+    float("softcap", 0.0),
+    optional("softmax_precision", Kind::Int),
+    int("left_window_size", -1),
+    int("right_window_size", -1),
 ];
 const WINDOWS: usize = 2;
 
@@ -49,7 +49,7 @@ pub(super) fn inputs_of(opset: i64) -> &'static [&'static str] {
 }
 
 /// The attributes of an operator set.
-pub(super) fn attributes_of(opset: i64) -> &'static [(&'static str, Kind)] {
+pub(super) fn attributes_of(opset: i64) -> &'static [Attribute] {
     if opset < 25 { &ATTRIBUTES[..ATTRIBUTES.len() - WINDOWS] } else { &ATTRIBUTES }
 }
 
@@ -59,9 +59,9 @@ pub(super) fn from_node(node: &NodeProto, opset: i64) -> Result<Attention> {
     check_lists(node, inputs_of(opset), &OUTPUTS, &REQUIRED)?;
     check_cache(node)?;
     let mut op = Attention::new()
-        .is_causal(attributes.int("is_causal").unwrap_or(0))
+        .is_causal(attributes.required_int("is_causal")?)
         .softcap(attributes.float("softcap").unwrap_or(0.0))
-        .qk_matmul_output_mode(attributes.int("qk_matmul_output_mode").unwrap_or(0))
+        .qk_matmul_output_mode(attributes.required_int("qk_matmul_output_mode")?)
         .qk_matmul_output(is_named(&node.output, QK_MATMUL_OUTPUT))
         .present(is_named(&node.output, PRESENT_KEY) || is_named(&node.output, PRESENT_VALUE))
         .left_window_size(attributes.int("left_window_size").unwrap_or(-1))

@@ -6,7 +6,7 @@ use gqa_host::op::{GroupQueryAttention, Inputs, QuantType};
 use gqa_host::{CacheBinding, Problem};
 
 use super::{Arguments, check_lists, is_named};
-use crate::attributes::{Attributes, Kind};
+use crate::attributes::{Attribute, Attributes, Kind, float, int, optional, required, text};
 use crate::error::{Error, Result};
 use crate::proto::NodeProto;
 
@@ -16,25 +16,25 @@ pub(super) const INPUTS: [&str; Inputs::NAMES.len()] = Inputs::NAMES;
 /// Outputs in ONNX's order.
 pub(super) const OUTPUTS: [&str; 4] = ["output", "present_key", "present_value", "output_qk"];
 
-/// Attributes and their types.
-pub(super) const ATTRIBUTES: [(&str, Kind); 17] = [
-    ("num_heads", Kind::Int),
-    ("kv_num_heads", Kind::Int),
-    ("causal", Kind::Int),
-    ("scale", Kind::Float),
-    ("softcap", Kind::Float),
-    ("local_window_size", Kind::Int),
-    ("sliding_window_cache", Kind::Int),
-    ("do_rotary", Kind::Int),
-    ("rotary_interleaved", Kind::Int),
-    ("smooth_softmax", Kind::Int),
-    ("qk_output", Kind::Int),
-    ("k_quant_type", Kind::Text),
-    ("v_quant_type", Kind::Text),
-    ("kv_cache_bit_width", Kind::Int),
-    ("qk_norm_epsilon", Kind::Float),
-    ("q_norm_epsilon", Kind::Float),
-    ("k_norm_epsilon", Kind::Float),
+/// Attributes, their types and defaults.
+pub(super) static ATTRIBUTES: [Attribute; 17] = [
+    required("num_heads"),
+    required("kv_num_heads"),
+    int("causal", 1),
+    optional("scale", Kind::Float),
+    optional("softcap", Kind::Float),
+    int("local_window_size", -1),
+    int("sliding_window_cache", 0),
+    optional("do_rotary", Kind::Int),
+    optional("rotary_interleaved", Kind::Int),
+    int("smooth_softmax", -1),
+    int("qk_output", 0),
+    text("k_quant_type", "NONE"),
+    text("v_quant_type", "NONE"),
+    optional("kv_cache_bit_width", Kind::Int),
+    float("qk_norm_epsilon", 1e-6),
+    optional("q_norm_epsilon", Kind::Float),
+    optional("k_norm_epsilon", Kind::Float),
 ];
 
 /// Positions of the inputs that must be there.
@@ -46,7 +46,7 @@ const OUTPUT_QK: usize = 3;
 pub(super) fn from_node(node: &NodeProto) -> Result<GroupQueryAttention> {
     let attributes = Attributes::of(node, &ATTRIBUTES)?;
     check_lists(node, &INPUTS, &OUTPUTS, &REQUIRED)?;
-    let qk_output = attributes.int("qk_output").unwrap_or(0);
+    let qk_output = attributes.required_int("qk_output")?;
     if qk_output != 0 && !is_named(&node.output, OUTPUT_QK) {
         let got = format!("{qk_output} without the output output_qk");
         return Err(Error::invalid("qk_output", got, "0, or a name for the node's 4th output"));
@@ -56,9 +56,9 @@ pub(super) fn from_node(node: &NodeProto) -> Result<GroupQueryAttention> {
     Ok(GroupQueryAttention::new(heads, kv_heads)
         .scale(attributes.float("scale").unwrap_or(0.0))
         .softcap(attributes.float("softcap").unwrap_or(0.0))
-        .local_window_size(attributes.int("local_window_size").unwrap_or(-1))
+        .local_window_size(attributes.required_int("local_window_size")?)
         .sliding_window_cache(sliding_window_cache(&attributes)?)
-        .causal(attributes.int("causal").unwrap_or(1))
+        .causal(attributes.required_int("causal")?)
         .do_rotary(attributes.on("do_rotary"))
         .rotary_interleaved(attributes.on("rotary_interleaved"))
         .smooth_softmax(attributes.on("smooth_softmax"))
@@ -86,7 +86,7 @@ fn norm_epsilon(attributes: &Attributes<'_>) -> Result<f32> {
 
 /// k_quant_type or v_quant_type, case-insensitive.
 pub(super) fn quant_type(attributes: &Attributes<'_>, name: &'static str) -> Result<QuantType> {
-    let word = attributes.text(name).unwrap_or_else(|| "NONE".to_owned());
+    let word = attributes.text(name);
     match word.to_ascii_uppercase().as_str() {
         "NONE" => Ok(QuantType::None),
         "PER_TENSOR" => Ok(QuantType::PerTensor),
@@ -96,7 +96,7 @@ pub(super) fn quant_type(attributes: &Attributes<'_>, name: &'static str) -> Res
 }
 
 fn sliding_window_cache(attributes: &Attributes<'_>) -> Result<bool> {
-    match attributes.int("sliding_window_cache").unwrap_or(0) {
+    match attributes.required_int("sliding_window_cache")? {
         0 => Ok(false),
         1 => Ok(true),
         other => Err(Error::invalid("sliding_window_cache", other, "0 or 1")),

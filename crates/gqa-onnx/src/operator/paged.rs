@@ -6,7 +6,7 @@ use gqa_host::{Problem, Tensor};
 
 use super::gqa::quant_type;
 use super::{Arguments, check_lists};
-use crate::attributes::{Attributes, Kind};
+use crate::attributes::{Attribute, Attributes, Kind, int, optional, required, text};
 use crate::error::{Error, Result};
 use crate::proto::NodeProto;
 
@@ -34,24 +34,24 @@ pub(super) const INPUTS: [&str; 17] = [
 /// Outputs in ONNX Runtime's order.
 pub(super) const OUTPUTS: [&str; 3] = ["output", "key_cache_out", "value_cache_out"];
 
-/// Attributes and their types.
-pub(super) const ATTRIBUTES: [(&str, Kind); 16] = [
-    ("num_heads", Kind::Int),
-    ("kv_num_heads", Kind::Int),
-    ("scale", Kind::Float),
-    ("softcap", Kind::Float),
-    ("local_window_size", Kind::Int),
-    ("is_causal", Kind::Int),
-    ("do_rotary", Kind::Int),
-    ("rotary_interleaved", Kind::Int),
-    ("rotary_offset", Kind::Int),
-    ("qk_norm_epsilon", Kind::Float),
-    ("kv_cache_layout", Kind::Text),
-    ("v_head_size", Kind::Int),
-    ("k_quant_type", Kind::Text),
-    ("v_quant_type", Kind::Text),
-    ("k_cache_dtype", Kind::Text),
-    ("v_cache_dtype", Kind::Text),
+/// Attributes, their types and defaults.
+pub(super) static ATTRIBUTES: [Attribute; 16] = [
+    required("num_heads"),
+    required("kv_num_heads"),
+    optional("scale", Kind::Float),
+    optional("softcap", Kind::Float),
+    int("local_window_size", -1),
+    int("is_causal", 1),
+    optional("do_rotary", Kind::Int),
+    optional("rotary_interleaved", Kind::Int),
+    optional("rotary_offset", Kind::Int),
+    optional("qk_norm_epsilon", Kind::Float),
+    text("kv_cache_layout", "SEPARATE"),
+    optional("v_head_size", Kind::Int),
+    text("k_quant_type", "NONE"),
+    text("v_quant_type", "NONE"),
+    text("k_cache_dtype", ""),
+    text("v_cache_dtype", ""),
 ];
 
 /// Positions of the inputs that must be there.
@@ -61,11 +61,9 @@ pub(super) const REQUIRED: [usize; 6] = [0, 3, 4, 5, 6, 7];
 pub(super) fn from_node(node: &NodeProto) -> Result<PagedAttention> {
     let attributes = Attributes::of(node, &ATTRIBUTES)?;
     check_lists(node, &INPUTS, &OUTPUTS, &REQUIRED)?;
-    match attributes.text("kv_cache_layout") {
-        Some(layout) if layout != "SEPARATE" => {
-            return Err(Error::invalid("kv_cache_layout", format!("{layout:?}"), "\"SEPARATE\""));
-        }
-        _ => {}
+    let layout = attributes.text("kv_cache_layout");
+    if layout != "SEPARATE" {
+        return Err(Error::invalid("kv_cache_layout", format!("{layout:?}"), "\"SEPARATE\""));
     }
     for name in ["rotary_offset", "v_head_size"] {
         match attributes.int(name).unwrap_or(0) {
@@ -75,16 +73,15 @@ pub(super) fn from_node(node: &NodeProto) -> Result<PagedAttention> {
     }
     let (heads, kv_heads) =
         (attributes.required_int("num_heads")?, attributes.required_int("kv_num_heads")?);
-    let text = |name| attributes.text(name).unwrap_or_default();
     Ok(PagedAttention::new(heads, kv_heads)
         .k_quant_type(quant_type(&attributes, "k_quant_type")?)
         .v_quant_type(quant_type(&attributes, "v_quant_type")?)
-        .k_cache_dtype(&text("k_cache_dtype"))
-        .v_cache_dtype(&text("v_cache_dtype"))
+        .k_cache_dtype(&attributes.text("k_cache_dtype"))
+        .v_cache_dtype(&attributes.text("v_cache_dtype"))
         .scale(attributes.float("scale").unwrap_or(0.0))
         .softcap(attributes.float("softcap").unwrap_or(0.0))
-        .local_window_size(attributes.int("local_window_size").unwrap_or(-1))
-        .is_causal(attributes.int("is_causal").unwrap_or(1))
+        .local_window_size(attributes.required_int("local_window_size")?)
+        .is_causal(attributes.required_int("is_causal")?)
         .do_rotary(attributes.on("do_rotary"))
         .rotary_interleaved(attributes.on("rotary_interleaved"))
         .qk_norm_epsilon(attributes.float("qk_norm_epsilon").unwrap_or(1e-6)))

@@ -5,7 +5,7 @@ use gqa_host::op::{RotaryEmbedding, RotaryInputs};
 use gqa_host::{Problem, Tensor};
 
 use super::{Arguments, check_lists};
-use crate::attributes::{Attributes, Kind};
+use crate::attributes::{Attribute, Attributes, Kind, int, optional};
 use crate::error::Result;
 use crate::proto::NodeProto;
 
@@ -18,9 +18,9 @@ pub(super) const INPUTS: [&str; 4] = ["X", "cos_cache", "sin_cache", "position_i
 /// Outputs in ONNX's order.
 pub(super) const OUTPUTS: [&str; 1] = ["Y"];
 
-/// Attributes and their types.
-pub(super) const ATTRIBUTES: [(&str, Kind); 3] =
-    [("interleaved", Kind::Int), ("num_heads", Kind::Int), ("rotary_embedding_dim", Kind::Int)];
+/// Attributes, their types and defaults.
+pub(super) static ATTRIBUTES: [Attribute; 3] =
+    [int("interleaved", 0), optional("num_heads", Kind::Int), int("rotary_embedding_dim", 0)];
 
 /// Positions of the inputs that must be there.
 pub(super) const REQUIRED: [usize; 3] = [0, 1, 2];

@@ -5,7 +5,7 @@ use gqa_host::op::{ScatterInputs, TensorScatter};
 use gqa_host::{Problem, Tensor, WriteMode};
 
 use super::{Arguments, check_lists};
-use crate::attributes::{Attributes, Kind};
+use crate::attributes::{Attribute, Attributes, int, text};
 use crate::error::{Error, Result};
 use crate::proto::NodeProto;
 
@@ -18,8 +18,8 @@ pub(super) const INPUTS: [&str; 3] = ["past_cache", "update", "write_indices"];
 /// Outputs in ONNX's order.
 pub(super) const OUTPUTS: [&str; 1] = ["present_cache"];
 
-/// Attributes and their types.
-pub(super) const ATTRIBUTES: [(&str, Kind); 2] = [("axis", Kind::Int), ("mode", Kind::Text)];
+/// Attributes, their types and defaults.
+pub(super) static ATTRIBUTES: [Attribute; 2] = [int("axis", -2), text("mode", "linear")];
 
 /// Positions of the inputs that must be there.
 pub(super) const REQUIRED: [usize; 2] = [0, 1];
@@ -28,14 +28,14 @@ pub(super) const REQUIRED: [usize; 2] = [0, 1];
 pub(super) fn from_node(node: &NodeProto) -> Result<TensorScatter> {
     let attributes = Attributes::of(node, &ATTRIBUTES)?;
     check_lists(node, &INPUTS, &OUTPUTS, &REQUIRED)?;
-    let mode = match attributes.text("mode").as_deref() {
-        None | Some("linear") => WriteMode::Linear,
-        Some("circular") => WriteMode::Circular,
-        Some(other) => {
+    let mode = match attributes.text("mode").as_str() {
+        "linear" => WriteMode::Linear,
+        "circular" => WriteMode::Circular,
+        other => {
             return Err(Error::invalid("mode", format!("{other:?}"), "linear or circular"));
         }
     };
-    Ok(TensorScatter::new().axis(attributes.int("axis").unwrap_or(-2)).mode(mode))
+    Ok(TensorScatter::new().axis(attributes.required_int("axis")?).mode(mode))
 }
 
 /// The validated call.
