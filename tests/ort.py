@@ -315,14 +315,34 @@ PAGED = ["query", "key", "value", "key_cache", "value_cache", "cumulative_sequen
          "sin_cache", "slot_mapping", "head_sink", "q_norm_weight", "k_norm_weight", "k_scale", "v_scale", "attention_metadata"]
 
 
-def one_node(feed, outputs=3, **attributes):
-    """A model of one node with the inputs in `feed`."""
+def one_node(feed, outputs=3, names=None, **attributes):
+    """A model of one node with the inputs in `feed`, of which its list has these `names`."""
     types = {name: helper.np_dtype_to_tensor_dtype(array.dtype) for name, array in feed.items()}
     results = ["output", "present_key", "present_value", "output_qk"][:outputs]
     element, cached = types["query"], types.get("past_key", types["query"])
     kinds = [element, cached, cached, element]
     infos = [helper.make_tensor_value_info(name, kind, None) for name, kind in zip(results, kinds)]
-    return model_of("GroupQueryAttention", NAMES, feed, infos, **attributes)
+    return model_of("GroupQueryAttention", NAMES, feed, infos, names, **attributes)
+
+
+def without_norm(feed, attributes):
+    """The same call with queries and keys that are normalized already."""
+    both = attributes.get("qk_norm_epsilon", 1e-6)
+    feed, attributes = dict(feed), dict(attributes)
+    heads, kv_heads = attributes["num_heads"], attributes["kv_num_heads"]
+    if "key" in feed:
+        parts = [feed["query"], feed["key"]]
+    else:
+        size = feed["query"].shape[-1] // (heads + 2 * kv_heads)
+        *parts, values = np.split(feed["query"], [heads * size, (heads + kv_heads) * size], axis=-1)
+    for i, (part, letter, count) in enumerate(zip(parts, "qk", [heads, kv_heads])):
+        weight, epsilon = feed.pop(f"{letter}_norm_weight"), attributes.pop(f"{letter}_norm_epsilon", both)
+        rows = part.reshape(*part.shape[:-1], count, -1).astype(np.float64)
+        rows = rows / np.sqrt((rows**2).mean(-1, keepdims=True) + epsilon) * weight.astype(np.float64)
+        parts[i] = rows.reshape(part.shape).astype(part.dtype)
+    if "key" in feed:
+        return feed | {"query": parts[0], "key": parts[1]}, attributes
+    return feed | {"query": np.concatenate([*parts, values], axis=-1)}, attributes
 
 
 def one_paged_node(feed, **attributes):
@@ -333,10 +353,10 @@ def one_paged_node(feed, **attributes):
     return model_of("PagedAttention", PAGED, feed, infos, **attributes)
 
 
-def model_of(kind, order, feed, infos, **attributes):
+def model_of(kind, order, feed, infos, names=None, **attributes):
     value = lambda name, array: helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(array.dtype), array.shape)
     last = max(order.index(name) for name in feed)
-    names = [name if name in feed else "" for name in order[: last + 1]]
+    names = names or [name if name in feed else "" for name in order[: last + 1]]
     node = helper.make_node(kind, names, [info.name for info in infos], domain="com.microsoft", **attributes)
     graph = helper.make_graph([node], "one", [value(*item) for item in feed.items()], infos)
     opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
@@ -425,30 +445,43 @@ class Nodes(unittest.TestCase):
             np.testing.assert_allclose(ours[:, :, :9], theirs[:, :, :9], atol=2e-5)
 
     def test_qk_norm_which_theirs_refuses_on_the_cpu(self):
-        feed = layer(4, 10)
+        """Theirs of queries and keys that are normalized already. Each has its own epsilon, or that of both."""
+        feed, heads = layer(4, 10), {"num_heads": 6, "kv_num_heads": 2}
         weights = np.random.default_rng(2).uniform(0.5, 1.5, (2, 32)).astype(np.float32)
-        heads = lambda x: x.reshape(*x.shape[:2], -1, 32)
-        normed = lambda x, w: (heads(x) / np.sqrt((heads(x) ** 2).mean(-1, keepdims=True) + 1e-6) * w).reshape(x.shape)
-        by_hand = feed | {"query": normed(feed["query"], weights[0]), "key": normed(feed["key"], weights[1])}
         normalized = feed | {"q_norm_weight": weights[0], "k_norm_weight": weights[1]}
-        want = session(one_node(by_hand, num_heads=6, kv_num_heads=2), THEIRS).run(None, by_hand)
-        got = session(one_node(normalized, num_heads=6, kv_num_heads=2), OURS).run(None, normalized)
-        for ours, theirs in zip(got, want, strict=True):
-            np.testing.assert_allclose(ours, theirs, atol=2e-5)
+        for epsilons in [{}, {"qk_norm_epsilon": 0.5}, {"q_norm_epsilon": 0.5}, {"k_norm_epsilon": 0.5}, {"q_norm_epsilon": 0.5, "qk_norm_epsilon": 0.25},
+                         {"q_norm_epsilon": 0.5, "k_norm_epsilon": 2.0, "qk_norm_epsilon": 0.25}]:
+            with self.subTest(epsilons):
+                by_hand, attributes = without_norm(normalized, heads | epsilons)
+                want = session(one_node(by_hand, **attributes), THEIRS).run(None, by_hand)
+                got = session(one_node(normalized, **heads, **epsilons), OURS).run(None, normalized)
+                for ours, theirs in zip(got, want, strict=True):
+                    np.testing.assert_allclose(ours, theirs, atol=2e-5)
+        for name in ["qk_norm_epsilon", "q_norm_epsilon", "k_norm_epsilon"]:
+            for epsilon, text in [(0.0, "0"), (-1.0, "-1"), (float("inf"), "inf"), (float("nan"), "NaN")]:
+                self.assertIn(f"{name}: got {text}; allowed: a finite number greater than 0",
+                              refusal(one_node(normalized, **heads, **{name: epsilon}), normalized))
 
-    def test_epsilons_of_query_and_key(self):
-        feed = layer(4, 10)
-        weights = np.random.default_rng(2).uniform(0.5, 1.5, (2, 32)).astype(np.float32)
-        normalized = feed | {"q_norm_weight": weights[0], "k_norm_weight": weights[1]}
-        heads = {"num_heads": 6, "kv_num_heads": 2}
-        run = lambda **epsilons: session(one_node(normalized, **heads, **epsilons), OURS).run(None, normalized)
-        want = run(qk_norm_epsilon=0.5)
-        self.assertGreater(np.abs(want[0] - run()[0]).max(), 1e-3, "0.5 is no test")
-        for epsilons in [{"q_norm_epsilon": 0.5, "k_norm_epsilon": 0.5}, {"q_norm_epsilon": 0.5, "qk_norm_epsilon": 0.5}]:
-            for ours, theirs in zip(run(**epsilons), want, strict=True):
-                np.testing.assert_array_equal(ours, theirs)
-        text = refusal(one_node(normalized, **heads, q_norm_epsilon=0.5), normalized)
-        self.assertIn("k_norm_epsilon: got 0.000001; allowed: 0.5, as q_norm_epsilon or qk_norm_epsilon", text)
+    def test_an_absent_input_is_absent_however_a_node_says_so(self):
+        """At the end of the list, in its middle, and as "" at its end: without a difference to the bit."""
+        feed, heads = layer(4, 10), {"num_heads": 6, "kv_num_heads": 2}
+        sinks = {"head_sink": np.random.default_rng(3).standard_normal(6).astype(np.float32)}
+        for given in [feed, feed | sinks]:
+            shortest = max(NAMES.index(name) for name in given) + 1
+            results = []
+            for length in range(shortest, len(NAMES) + 1):
+                names = [name if name in given else "" for name in NAMES[:length]]
+                results.append(session(one_node(given, names=names, **heads), OURS).run(None, given))
+            for got in results:
+                for ours, first in zip(got, results[0], strict=True):
+                    np.testing.assert_array_equal(ours, first)
+        packed = layer(4, 10)
+        packed["query"] = np.concatenate([packed.pop(name) for name in ["query", "key", "value"]], axis=2)
+        self.assert_same(packed)
+        # Names that no input has are those of other nodes, and no node with one is valid.
+        missing = [name for name in NAMES[:7]]
+        missing[5] = ""
+        self.assertRegex(refusal(one_node(feed, names=missing, **heads), feed), "(?i)invalid|required|seqlens_k")
 
     def run_cast(self, feed, kinds, **attributes):
         """Our results in float32 of a node whose inputs are cast to other types first."""
@@ -901,6 +934,10 @@ def random_call(random, sizes=(16, 32, 64, 80), longest=60):
     attributes[name] = value
     if random.random() < 0.15:
         attributes["qk_output"] = random.choice([1, 2])
+    if random.random() < 0.2:
+        feed |= {name: numbers.uniform(0.5, 1.5, size).astype(dtype) for name in ["q_norm_weight", "k_norm_weight"]}
+        names = ["qk_norm_epsilon", "q_norm_epsilon", "k_norm_epsilon"]
+        attributes |= {name: random.choice([1e-6, 1e-3, 0.5]) for name in names if random.random() < 0.4}
     return feed, 4 if "qk_output" in attributes else 3, attributes, lengths, tokens
 
 
@@ -914,8 +951,10 @@ class RandomNodes(unittest.TestCase):
         for number in range(int(os.environ.get("ORT_CALLS", 150))):
             feed, outputs, attributes, lengths, tokens = random_call(random.Random(seed + number))
             with self.subTest(number=number, attributes=attributes, shapes={name: array.shape for name, array in feed.items()}):
-                model = one_node(feed, outputs, **attributes)
-                got, want = (session(model, whose).run(None, feed) for whose in [OURS, THEIRS])
+                got = session(one_node(feed, outputs, **attributes), OURS).run(None, feed)
+                if "q_norm_weight" in feed:  # Theirs has it on CUDA only.
+                    feed, attributes = without_norm(feed, attributes)
+                want = session(one_node(feed, outputs, **attributes), THEIRS).run(None, feed)
                 self.assert_same(feed, lengths, tokens, got, want)
 
     def assert_same(self, feed, lengths, tokens, got, want):

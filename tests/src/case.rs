@@ -197,6 +197,7 @@ impl Case {
             .smooth_softmax(self.smooth_softmax)
             .qk_output(self.qk_output)
             .qk_norm_epsilon(EPSILON)
+            .k_norm_epsilon(10.0 * EPSILON)
             .k_quant_type(self.quant_type())
             .v_quant_type(self.quant_type())
             .kv_cache_bit_width(self.bit_width())

@@ -420,17 +420,22 @@ pub struct PrologueParams {
     pub first_prompt: u32,
     /// Rotary embedding.
     pub rotary: RotaryParams,
-    /// What `qk_norm` adds to the mean of squares.
-    pub epsilon: f32,
+    /// What `qk_norm` adds to the mean of squares of a query head.
+    pub q_epsilon: f32,
+    /// What it adds to that of a key head.
+    pub k_epsilon: f32,
     /// What k_scale and v_scale are for: one of [`scales`].
     pub scales: u32,
     /// What a quantized cache holds: a [`Format`](crate::num::Format).
     pub format: u32,
+    /// Keeps the size a multiple of 8 without hidden padding.
+    pub reserved: u32,
 }
 
 layer!(
-    PrologueParams fixes q_heads, kv_heads, head_size, first_prompt, epsilon, scales, format; q in
-    Strides; k in Strides; v in Strides; q_out in Strides; rotary in RotaryParams
+    PrologueParams fixes q_heads, kv_heads, head_size, first_prompt, q_epsilon, k_epsilon, scales,
+    format, reserved; q in Strides; k in Strides; v in Strides; q_out in Strides; rotary in
+    RotaryParams
 );
 
 /// Scalars of `rolling_kv` and `rolling_lengths`.
@@ -748,7 +753,7 @@ const _: () = assert!(size_of::<QuantizedHopperParams>() == size_of::<HopperPara
 const _: () =
     assert!(size_of::<QuantizedPagedHopperParams>() == size_of::<PagedHopperParams>() + 2 * 4);
 const _: () = assert!(size_of::<DecodeParams>() == size_of::<AttentionParams>() + 2 * 24 + 14 * 4);
-const _: () = assert!(size_of::<PrologueParams>() == 6 * 24 + 16 * 4);
+const _: () = assert!(size_of::<PrologueParams>() == 6 * 24 + 18 * 4);
 const _: () = assert!(size_of::<PagedDecodeParams>() == size_of::<DecodeParams>() + 16 + 6 * 4);
 const _: () = assert!(size_of::<PagedParams>() == 3 * 24 + 16 + 24 * 4);
 const _: () = assert!(size_of::<ScatterParams>() == 2 * 24 + 6 * 4);

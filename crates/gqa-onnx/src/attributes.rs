@@ -158,6 +158,11 @@ impl<'a> Attributes<'a> {
         }
     }
 
+    /// A number that is given or has a default.
+    pub fn required_float(&self, name: &str) -> Result<f32> {
+        self.float(name).ok_or_else(|| Error::invalid(name, "no attribute of that name", "a float"))
+    }
+
     /// A word: as given, or its default; empty where it has none.
     pub fn text(&self, name: &str) -> String {
         match (self.get(name), self.absent(name)) {

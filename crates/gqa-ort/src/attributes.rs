@@ -184,20 +184,9 @@ impl Node {
             .k_quant_type(self.quant_type(c"k_quant_type")?)
             .v_quant_type(self.quant_type(c"v_quant_type")?)
             .kv_cache_bit_width(self.int(c"kv_cache_bit_width")?)
-            .qk_norm_epsilon(self.norm_epsilon()?))
-    }
-
-    /// What is added to the mean squares of query and key.
-    fn norm_epsilon(self) -> Result<f32, Error> {
-        let [q, k] = [self.float(c"q_norm_epsilon")?, self.float(c"k_norm_epsilon")?];
-        // NaN is refused where the call is checked.
-        match q == k || q.is_nan() {
-            true => Ok(q),
-            false => {
-                let allowed = format!("{q}, as q_norm_epsilon or qk_norm_epsilon");
-                Err(Error::invalid("k_norm_epsilon", k, allowed))
-            }
-        }
+            .qk_norm_epsilon(self.float(c"qk_norm_epsilon")?)
+            .q_norm_epsilon(self.float(c"q_norm_epsilon")?)
+            .k_norm_epsilon(self.float(c"k_norm_epsilon")?))
     }
 
     /// The operator of a PagedAttention node.

@@ -79,6 +79,8 @@ pub struct GroupQueryAttention {
     pub(crate) smooth_softmax: bool,
     pub(crate) qk_output: i64,
     pub(crate) qk_norm_epsilon: f32,
+    pub(crate) q_norm_epsilon: Option<f32>,
+    pub(crate) k_norm_epsilon: Option<f32>,
     pub(crate) k_quant_type: QuantType,
     pub(crate) v_quant_type: QuantType,
     pub(crate) kv_cache_bit_width: i64,
@@ -106,6 +108,8 @@ impl GroupQueryAttention {
             smooth_softmax: false,
             qk_output: 0,
             qk_norm_epsilon: 1e-6,
+            q_norm_epsilon: None,
+            k_norm_epsilon: None,
             k_quant_type: QuantType::None,
             v_quant_type: QuantType::None,
             kv_cache_bit_width: 0,
@@ -171,6 +175,16 @@ impl GroupQueryAttention {
     /// q_norm_weight and k_norm_weight.
     pub fn qk_norm_epsilon(self, epsilon: f32) -> Self {
         Self { qk_norm_epsilon: epsilon, ..self }
+    }
+
+    /// The epsilon of query heads, in place of [`qk_norm_epsilon`](Self::qk_norm_epsilon).
+    pub fn q_norm_epsilon(self, epsilon: f32) -> Self {
+        Self { q_norm_epsilon: Some(epsilon), ..self }
+    }
+
+    /// The epsilon of key heads, in place of [`qk_norm_epsilon`](Self::qk_norm_epsilon).
+    pub fn k_norm_epsilon(self, epsilon: f32) -> Self {
+        Self { k_norm_epsilon: Some(epsilon), ..self }
     }
 
     /// How past_key and present_key are quantized; equal to v_quant_type. Requires k_scale and

@@ -8,7 +8,7 @@ mod sliding;
 use super::{GroupQueryAttention, Inputs, KvCache, Shapes};
 use gqa_plan::contents;
 use gqa_plan::limits::{addressable, check_rows, shape};
-use gqa_plan::{CacheBinding, Phase, Problem, ProblemFields, QkOutput, Rotary, Sink};
+use gqa_plan::{CacheBinding, Phase, Problem, ProblemFields, QkNorm, QkOutput, Rotary, Sink};
 use gqa_tensor::{DType, Error, Result, Tensor};
 pub(super) use inputs::both;
 use inputs::{Heads, Query};
@@ -106,7 +106,7 @@ impl GroupQueryAttention {
             quantized,
             packed: query.packed,
             layout: self.layout,
-            qk_norm: query.qk_norm(inputs, self.qk_norm_epsilon)?,
+            qk_norm: query.qk_norm(inputs, self.epsilons())?,
             rotary: self.rotary(inputs, &query)?,
             scale: scale(Some(self.scale).filter(|&scale| scale != 0.0), query.head_size),
             softcap: (self.softcap > 0.0).then_some(self.softcap),
@@ -190,9 +190,18 @@ impl GroupQueryAttention {
         Ok(heads)
     }
 
+    /// What QK-norm adds to mean squares.
+    fn epsilons(&self) -> QkNorm {
+        let epsilon = |own: Option<f32>| own.unwrap_or(self.qk_norm_epsilon);
+        QkNorm { q_epsilon: epsilon(self.q_norm_epsilon), k_epsilon: epsilon(self.k_norm_epsilon) }
+    }
+
     /// Checks of single attributes.
     fn check_numbers(&self) -> Result<()> {
-        check_factors(self.scale, self.softcap, self.qk_norm_epsilon)?;
+        check_factors(self.scale, self.softcap)?;
+        check_epsilon("qk_norm_epsilon", self.qk_norm_epsilon)?;
+        check_epsilon("q_norm_epsilon", self.epsilons().q_epsilon)?;
+        check_epsilon("k_norm_epsilon", self.epsilons().k_epsilon)?;
         if !(0..=1).contains(&self.causal) {
             return Err(Error::invalid("causal", self.causal, "0 or 1"));
         }
@@ -265,18 +274,22 @@ pub(super) fn scale(given: Option<f32>, head_size: usize) -> f64 {
     given.map_or_else(|| (head_size as f64).sqrt().recip(), f64::from)
 }
 
-/// Errs where scores or norms would not be finite.
-pub(super) fn check_factors(scale: f32, softcap: f32, epsilon: f32) -> Result<()> {
+/// Errs where scores would not be finite.
+pub(super) fn check_factors(scale: f32, softcap: f32) -> Result<()> {
     for (argument, number) in [("scale", scale), ("softcap", softcap)] {
         if !number.is_finite() {
             return Err(Error::invalid(argument, number, "a finite number"));
         }
     }
-    if !(epsilon.is_finite() && epsilon > 0.0) {
-        let allowed = "a finite number greater than 0";
-        return Err(Error::invalid("qk_norm_epsilon", epsilon, allowed));
-    }
     Ok(())
+}
+
+/// Errs where norms would not be finite.
+pub(super) fn check_epsilon(argument: &'static str, epsilon: f32) -> Result<()> {
+    match epsilon.is_finite() && epsilon > 0.0 {
+        true => Ok(()),
+        false => Err(Error::invalid(argument, epsilon, "a finite number greater than 0")),
+    }
 }
 
 /// The phase of the call, which these two lengths determine.

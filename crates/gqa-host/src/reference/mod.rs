@@ -169,7 +169,13 @@ impl<'a> Call<'a> {
         call.first = (0..p.batch).map(|b| call.gone(b)).collect();
         if p.cache != CacheBinding::External {
             let new_key = |[b, head, s]: [usize; 3]| {
-                call.rotated(b, s, call.normed(call.key.row(b, head, s), &call.k_norm_weight))
+                call.rotated(
+                    b,
+                    s,
+                    call.normed(call.key.row(b, head, s), &call.k_norm_weight, |norm| {
+                        norm.k_epsilon
+                    }),
+                )
             };
             let new_value = |[b, head, s]: [usize; 3]| call.value.row(b, head, s).to_vec();
             let mut joined = p.slides.then(|| call.room_for_all(io)).transpose()?;
@@ -362,10 +368,10 @@ impl<'a> Call<'a> {
     }
 
     /// A row divided by its root mean square, times the weight, rounded to the element type.
-    fn normed(&self, x: &[f64], weights: &[f64]) -> Vec<f64> {
-        let Some(QkNorm { epsilon }) = self.problem.qk_norm else { return x.to_vec() };
+    fn normed(&self, x: &[f64], weights: &[f64], epsilon: fn(QkNorm) -> f32) -> Vec<f64> {
+        let Some(norm) = self.problem.qk_norm else { return x.to_vec() };
         let mean = x.iter().map(|x| x * x).sum::<f64>() / x.len() as f64;
-        let root = (mean + f64::from(epsilon)).sqrt();
+        let root = (mean + f64::from(epsilon(norm))).sqrt();
         rounded(self.problem, x.iter().zip(weights).map(|(x, weight)| x / root * weight).collect())
     }
 
@@ -436,7 +442,11 @@ impl<'a> Call<'a> {
         // Padding may have any position.
         let query = match visible.is_empty() && self.problem.rotary.is_some() {
             true => Vec::new(),
-            false => self.rotated(b, s, self.normed(self.query.row(b, n, s), &self.q_norm_weight)),
+            false => self.rotated(
+                b,
+                s,
+                self.normed(self.query.row(b, n, s), &self.q_norm_weight, |norm| norm.q_epsilon),
+            ),
         };
         let logit = |j| match self.bias(b, n, s, j) {
             // Hidden, whatever the score: NaN too.

@@ -325,12 +325,13 @@ fn rotation_pairs_halves_or_neighbours() {
 
 #[test]
 fn rows_are_normalised_before_they_rotate() {
-    // Root mean square 5 with epsilon 9: half of the elements are 4, the others -4.
+    // Half of the elements are 4, the others -4: with an epsilon of 9 the root mean square of the
+    // key is 5, with one of 48 that of the query 8.
     let row: Vec<f32> = (0..16).map(|i| if i % 2 == 0 { 4.0 } else { -4.0 }).collect();
     let weights: Vec<f32> = (0..16).map(|i| if i < 8 { 5.0 } else { 10.0 }).collect();
     let (cos, sin) = quarters(8);
     let (key, weight) = (float(&[1, 1, 16], &row), float(&[16], &weights));
-    let twice: Vec<f32> = weights.iter().map(|weight| 2.0 * weight).collect();
+    let twice: Vec<f32> = weights.iter().map(|weight| 3.2 * weight).collect();
     let query_weight = float(&[16], &twice);
     let (last, total) = (ints(&[0]), ints(&[1]));
     let position = Tensor::from(Array::from_elem((1, 1), 1i64));
@@ -344,7 +345,8 @@ fn rows_are_normalised_before_they_rotate() {
         k_norm_weight: Some(&weight),
         ..Inputs::new(&key, &last, &total)
     };
-    let op = one_head().do_rotary(true).qk_norm_epsilon(9.0).qk_output(1).scale(1.0);
+    let op =
+        one_head().do_rotary(true).q_norm_epsilon(48.0).k_norm_epsilon(9.0).qk_output(1).scale(1.0);
     let out = op.run(&inputs, &Reference).unwrap();
     // Normalised 4, -4, … and then 8, -8, …; a quarter turn makes of (a, b) (-b, a). The value is
     // what it was.

@@ -564,9 +564,14 @@ fn normalisation() {
     let both = |weight: Tensor| [Some(weight.clone()), Some(weight)];
     let op = |op: fn(GroupQueryAttention) -> GroupQueryAttention| norm(both(float(&[16]))).op(op);
     assert_eq!(accepts(Call::new()).qk_norm, None);
-    assert_eq!(accepts(norm(both(float(&[16])))).qk_norm, Some(QkNorm { epsilon: 1e-6 }));
+    let epsilons = |q_epsilon, k_epsilon| Some(QkNorm { q_epsilon, k_epsilon });
+    assert_eq!(accepts(norm(both(float(&[16])))).qk_norm, epsilons(1e-6, 1e-6));
     let p = accepts(op(|op| op.qk_norm_epsilon(1e-5)));
-    assert_eq!(p.qk_norm, Some(QkNorm { epsilon: 1e-5 }));
+    assert_eq!(p.qk_norm, epsilons(1e-5, 1e-5));
+    let p = accepts(op(|op| op.q_norm_epsilon(1e-4)));
+    assert_eq!(p.qk_norm, epsilons(1e-4, 1e-6));
+    let p = accepts(op(|op| op.k_norm_epsilon(1e-4).qk_norm_epsilon(1e-5)));
+    assert_eq!(p.qk_norm, epsilons(1e-5, 1e-4));
     let one = || Some(float(&[16]));
     let missing = "k_norm_weight: got no input; allowed: a tensor, as q_norm_weight is given";
     refuses(norm([one(), None]), missing);
@@ -584,6 +589,9 @@ fn normalisation() {
     let allowed = "allowed: a finite number greater than 0";
     refuses(op(|op| op.qk_norm_epsilon(0.0)), &format!("qk_norm_epsilon: got 0; {allowed}"));
     refuses(op(|op| op.qk_norm_epsilon(f32::NAN)), &format!("qk_norm_epsilon: got NaN; {allowed}"));
+    let infinite = format!("q_norm_epsilon: got inf; {allowed}");
+    refuses(op(|op| op.q_norm_epsilon(f32::INFINITY)), &infinite);
+    refuses(op(|op| op.k_norm_epsilon(-1.0)), &format!("k_norm_epsilon: got -1; {allowed}"));
 }
 
 #[test]

@@ -4,6 +4,8 @@
 //! y[i] = x[i] / sqrt(mean(x²) + epsilon) · weight[i]
 //! ```
 //!
+//! Queries and keys have a weight and an epsilon each.
+//!
 //! Tensors: q, k as given and q_out, k_out (batch, head, row, head size) with their strides;
 //! q_norm_weight, k_norm_weight (head size). Head sizes are multiples of 8.
 //!
@@ -44,14 +46,14 @@ pub fn qk_norm<T: Element>(
     let mut walk = Walk::over(qk_norm_size(&p, T::PER_VEC));
     loop {
         let share = walk.next().map(|[b, s, head, lane]| {
-            let (from, strides, weight, to, to_strides, head) = if head < p.q_heads {
-                (q, p.q, q_norm_weight, q_out, p.q_out, head)
+            let (from, strides, norm, to, to_strides, head) = if head < p.q_heads {
+                (q, p.q, (q_norm_weight, p.q_epsilon), q_out, p.q_out, head)
             } else {
-                (k, p.k, k_norm_weight, k_out, p.kv_out, head - p.q_heads)
+                (k, p.k, (k_norm_weight, p.k_epsilon), k_out, p.kv_out, head - p.q_heads)
             };
             let [from, to] =
                 [(from, strides), (to, to_strides)].map(|(x, at)| x.offset(at.at(b, head, s)));
-            Share { from, weight, to, lane }
+            Share { from, weight: norm.0, epsilon: norm.1, to, lane }
         });
         // Lanes without a row left still take part in the shuffles of others.
         if !any_sync(share.is_some()) {
@@ -64,7 +66,7 @@ pub fn qk_norm<T: Element>(
             mask /= 2;
         }
         if let Some(share) = share {
-            share.write(rsqrt(squares / p.head_size as f32 + p.epsilon), &p);
+            share.write(rsqrt(squares / p.head_size as f32 + share.epsilon), &p);
         }
     }
 }
@@ -74,6 +76,7 @@ struct Share<T> {
     /// The row.
     from: Global<T>,
     weight: Global<T>,
+    epsilon: f32,
     to: Global<T>,
     lane: u32,
 }

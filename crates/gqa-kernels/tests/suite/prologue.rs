@@ -489,14 +489,14 @@ fn rotary_embedding<T: Element>(case: &Case) -> Result<(), TestCaseError> {
 }
 
 fn qk_norm<T: Element>(case: &Case) -> Result<(), TestCaseError> {
-    const EPSILON: f32 = 0.01;
+    const EPSILONS: [f32; 2] = [0.01, 0.3];
     let t = case.tensors::<T>();
     let random = &mut Random::new(case.seed ^ 1);
     let weights = [(); 2].map(|()| random.values::<T>(case.head_size as usize));
     let mut q = Rows::nan(case.q_shape(), case.layout);
     let mut k = Rows::nan(case.new_shape(), case.layout);
     let p = case.params(&t, q.strides, k.strides, Strides::default());
-    let p = PrologueParams { epsilon: EPSILON, ..p };
+    let p = PrologueParams { q_epsilon: EPSILONS[0], k_epsilon: EPSILONS[1], ..p };
     let k_out = if case.appends { Arg::write(&mut k.data) } else { Arg::null() };
     let tensors = [
         Arg::read(&t.q.data),
@@ -508,14 +508,18 @@ fn qk_norm<T: Element>(case: &Case) -> Result<(), TestCaseError> {
         Arg::params(&p),
     ];
     start(entry("qk_norm", T::DTYPE), case.blocks, case.seed, &tensors)?;
-    let normed = |row: &[T], weight: &[T]| -> Vec<Want<T>> {
+    let normed = |row: &[T], weight: &[T], epsilon: f32| -> Vec<Want<T>> {
         let mean = row.iter().map(|&x| wide(x).powi(2)).sum::<f64>() / row.len() as f64;
-        let root = (mean + f64::from(EPSILON)).sqrt();
+        let root = (mean + f64::from(epsilon)).sqrt();
         let y = row.iter().zip(weight).map(|(&x, &weight)| wide(x) / root * wide(weight));
         y.map(|y| Want::Near(y, y.abs() * (1.01 * unit::<T>() + 2e-6) + 1e-7)).collect()
     };
-    check("q_out", &q, case.q_shape(), |b, h, s| normed(t.q.row(b, h, s), &weights[0]))?;
-    check("k_out", &k, case.new_shape(), |b, h, s| normed(t.k.row(b, h, s), &weights[1]))
+    check("q_out", &q, case.q_shape(), |b, h, s| {
+        normed(t.q.row(b, h, s), &weights[0], EPSILONS[0])
+    })?;
+    check("k_out", &k, case.new_shape(), |b, h, s| {
+        normed(t.k.row(b, h, s), &weights[1], EPSILONS[1])
+    })
 }
 
 proptest! {

@@ -53,7 +53,7 @@ pub(super) fn from_node(node: &NodeProto) -> Result<GroupQueryAttention> {
     }
     let (heads, kv_heads) =
         (attributes.required_int("num_heads")?, attributes.required_int("kv_num_heads")?);
-    Ok(GroupQueryAttention::new(heads, kv_heads)
+    let mut op = GroupQueryAttention::new(heads, kv_heads)
         .scale(attributes.float("scale").unwrap_or(0.0))
         .softcap(attributes.float("softcap").unwrap_or(0.0))
         .local_window_size(attributes.required_int("local_window_size")?)
@@ -66,22 +66,14 @@ pub(super) fn from_node(node: &NodeProto) -> Result<GroupQueryAttention> {
         .k_quant_type(quant_type(&attributes, "k_quant_type")?)
         .v_quant_type(quant_type(&attributes, "v_quant_type")?)
         .kv_cache_bit_width(attributes.int("kv_cache_bit_width").unwrap_or(0))
-        .qk_norm_epsilon(norm_epsilon(&attributes)?))
-}
-
-/// The epsilon of QK-norm, which query and key must share.
-fn norm_epsilon(attributes: &Attributes<'_>) -> Result<f32> {
-    let both = attributes.float("qk_norm_epsilon").unwrap_or(1e-6);
-    let [q, k] =
-        ["q_norm_epsilon", "k_norm_epsilon"].map(|name| attributes.float(name).unwrap_or(both));
-    // NaN is refused where the call is checked.
-    match q == k || q.is_nan() {
-        true => Ok(q),
-        false => {
-            let allowed = format!("{q}, as q_norm_epsilon or qk_norm_epsilon");
-            Err(Error::invalid("k_norm_epsilon", k, allowed))
-        }
+        .qk_norm_epsilon(attributes.required_float("qk_norm_epsilon")?);
+    if let Some(epsilon) = attributes.float("q_norm_epsilon") {
+        op = op.q_norm_epsilon(epsilon);
     }
+    if let Some(epsilon) = attributes.float("k_norm_epsilon") {
+        op = op.k_norm_epsilon(epsilon);
+    }
+    Ok(op)
 }
 
 /// k_quant_type or v_quant_type, case-insensitive.
@@ -166,18 +158,17 @@ mod tests {
 
     #[test]
     fn epsilons_of_query_and_key_override_that_of_both() {
-        let both = from_node(&node(&[("qk_norm_epsilon", 0.5)])).unwrap();
-        for epsilons in [
-            &[("q_norm_epsilon", 0.5), ("k_norm_epsilon", 0.5)][..],
-            &[("q_norm_epsilon", 0.5), ("qk_norm_epsilon", 0.5)],
-            &[("q_norm_epsilon", 0.5), ("k_norm_epsilon", 0.5), ("qk_norm_epsilon", 0.25)],
+        let op = GroupQueryAttention::new(2, 2);
+        for (epsilons, want) in [
+            (&[][..], op.clone()),
+            (&[("qk_norm_epsilon", 0.5)], op.clone().qk_norm_epsilon(0.5)),
+            (&[("q_norm_epsilon", 0.5)], op.clone().q_norm_epsilon(0.5)),
+            (
+                &[("k_norm_epsilon", 0.5), ("qk_norm_epsilon", 0.25)],
+                op.qk_norm_epsilon(0.25).k_norm_epsilon(0.5),
+            ),
         ] {
-            assert_eq!(from_node(&node(epsilons)).unwrap(), both);
+            assert_eq!(from_node(&node(epsilons)).unwrap(), want);
         }
-        let error = from_node(&node(&[("q_norm_epsilon", 0.5), ("k_norm_epsilon", 0.25)]));
-        assert_eq!(
-            error.unwrap_err().to_string(),
-            "k_norm_epsilon: got 0.25; allowed: 0.5, as q_norm_epsilon or qk_norm_epsilon"
-        );
     }
 }

@@ -179,7 +179,7 @@ impl Layer {
             v_head_size: size,
             cache: CacheBinding::Shared,
             quantized: self.quantized,
-            qk_norm: self.qk_norm.map(|epsilon| QkNorm { epsilon }),
+            qk_norm: self.qk_norm.map(|epsilon| QkNorm { q_epsilon: epsilon, k_epsilon: epsilon }),
             rotary: self.rope.map(Rope::implicit),
             scale: self.scale.map_or((size as f64).sqrt().recip(), f64::from),
             softcap,

@@ -425,9 +425,11 @@ impl<'a> Builder<'a> {
             first_prompt: (p.phase == Phase::FirstPrompt).into(),
             rotary: rotary_params(rotary, self.positions.1)?,
             // Kernels flush smaller ones to 0, and a row of zeros would become NaN.
-            epsilon: p.qk_norm.map_or(0.0, |norm| norm.epsilon.max(f32::MIN_POSITIVE)),
+            q_epsilon: p.qk_norm.map_or(0.0, |norm| norm.q_epsilon.max(f32::MIN_POSITIVE)),
+            k_epsilon: p.qk_norm.map_or(0.0, |norm| norm.k_epsilon.max(f32::MIN_POSITIVE)),
             scales: scales(p),
             format: format(p),
+            reserved: 0,
         })
     }
 }

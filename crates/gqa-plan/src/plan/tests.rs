@@ -17,6 +17,8 @@ use gqa_kernels::registry::{Entry, Role};
 use gqa_tensor::DType;
 
 /// A Llama-3-8B layer: `s` new rows after `past`, shared cache of 8192 rows.
+const QK_NORM: QkNorm = QkNorm { q_epsilon: 1e-6, k_epsilon: 1e-5 };
+
 fn llama(s: usize, past: usize) -> Problem {
     let fields = ProblemFields {
         batch: 1,
@@ -483,7 +485,7 @@ fn keys_are_asked_for_ahead_where_that_is_safe_and_pays() {
     assert_eq!(params(&with(step(8000), |p| p.new_len = 0), &parts).ahead, 1);
     assert_eq!(planned(&step(8000)).overlap, overlap::NONE);
     assert_eq!(planned(&with(step(8000), |p| p.prefetch_cache = true)).overlap, overlap::CACHE);
-    let normed = with(step(8000), |p| p.qk_norm = Some(QkNorm { epsilon: 1e-6 }));
+    let normed = with(step(8000), |p| p.qk_norm = Some(QK_NORM));
     let normed = plan(&normed, &DeviceInfo::h200(), &PlanOptions::default()).unwrap();
     let params: DecodeParams = bytemuck::pod_read_unaligned(&normed.launches[1].params);
     assert_eq!(params.overlap, overlap::CACHE, "the launch ahead writes scratch");
@@ -717,7 +719,7 @@ fn the_prologue_is_as_short_as_the_call_allows() {
 /// itself.
 #[test]
 fn normalisation_comes_first() {
-    let norm = |p: &mut ProblemFields| p.qk_norm = Some(QkNorm { epsilon: 1e-6 });
+    let norm = |p: &mut ProblemFields| p.qk_norm = Some(QK_NORM);
     let unfused = PlanOptions { disable_fused_kv: true, ..PlanOptions::default() };
     for base in [
         llama(1, 64),
@@ -1143,7 +1145,7 @@ fn a_step_reads_codes_where_it_can() {
     for (format, kernel) in CODES.into_iter().zip(["q8", "i4", "q8"]) {
         let step = quantized(llama(1, 4096), format);
         assert_eq!(kernels(&step, &off), [format!("decode_{kernel}_f16_d128_r8")]);
-        let normed = with(step.clone(), |p| p.qk_norm = Some(QkNorm { epsilon: 1e-6 }));
+        let normed = with(step.clone(), |p| p.qk_norm = Some(QK_NORM));
         assert_eq!(kernels(&normed, &off).len(), 2);
     }
     let step = |change: fn(&mut ProblemFields)| with(quantized(llama(1, 4096), CODES[0]), change);
@@ -1205,7 +1207,7 @@ fn products_of_float8_where_they_are_allowed() {
     assert_eq!(kernels(&with(prompt.clone(), |p| p.head_size = 80), &off), attends);
     let wide = with(prompt.clone(), |p| (p.head_size, p.v_head_size) = (256, 256));
     assert_eq!(kernels(&wide, &off), [attends[0], "hopper_float8_f16_d256"]);
-    let normed = with(prompt.clone(), |p| p.qk_norm = Some(QkNorm { epsilon: 1e-6 }));
+    let normed = with(prompt.clone(), |p| p.qk_norm = Some(QK_NORM));
     assert_eq!(kernels(&normed, &off), ["qk_norm", attends[0], attends[1]]);
     let separate = with(prompt.clone(), |p| p.cache = CacheBinding::Separate);
     let before = |p, options, kernel| {
@@ -1404,7 +1406,7 @@ fn with_pages(p: Problem, change: impl FnOnce(Pages) -> Pages) -> Problem {
 fn blocks_are_read_where_they_are() {
     let kernels_of = |p: Problem| kernels(&p, &PlanOptions::default());
     assert_eq!(kernels_of(over_blocks(8, 1, 500)), ["decode_paged_f16_d128_r8"]);
-    let normed = |p: Problem| with(p, |p| p.qk_norm = Some(QkNorm { epsilon: 1e-6 }));
+    let normed = |p: Problem| with(p, |p| p.qk_norm = Some(QK_NORM));
     assert_eq!(kernels_of(normed(over_blocks(8, 1, 500))), ["qk_norm", "decode_paged_f16_d128_r8"]);
     let codes = quantized(over_blocks(8, 1, 500), CODES[0]);
     assert_eq!(kernels_of(codes), ["decode_paged_q8_f16_d128_r8"]);
@@ -2350,7 +2352,7 @@ fn set(p: &mut ProblemFields, field: usize, value: usize) {
         }
         20 => p.packed = !p.packed,
         21 => p.layout = [Layout::Bsnh, Layout::Bnsh][value % 2],
-        22 => p.qk_norm = (value % 2 > 0).then_some(QkNorm { epsilon: 1e-6 }),
+        22 => p.qk_norm = (value % 2 > 0).then_some(QK_NORM),
         23 => p.rotary = some(2).map(|dim| Rotary { dim, explicit: some(4), ..ROTARY }),
         24 => p.window = some(1),
         25 => p.right_window = some(3),

@@ -130,10 +130,12 @@ impl ProblemFields {
         let read = || ("one", "none, as keys and values are read where they are");
         refuse(self.is_external() && self.rotary.is_some(), "rope", read)?;
         refuse(self.is_external() && self.qk_norm.is_some(), "qk_norm", read)?;
-        let epsilon = self.qk_norm.map_or(1.0, |norm| norm.epsilon);
-        refuse(!(epsilon.is_finite() && epsilon > 0.0), "qk_norm", || {
-            (epsilon, "a finite number greater than 0")
-        })?;
+        let epsilons = self.qk_norm.map_or([1.0; 2], |norm| [norm.q_epsilon, norm.k_epsilon]);
+        for epsilon in epsilons {
+            refuse(!(epsilon.is_finite() && epsilon > 0.0), "qk_norm", || {
+                (epsilon, "a finite number greater than 0")
+            })?;
+        }
         let Some(rotary) = self.rotary else { return Ok(()) };
         let (dim, size) = (rotary.dim, self.head_size);
         let vectors = dim.is_multiple_of(16) && size.is_multiple_of(16) && dim > 0;

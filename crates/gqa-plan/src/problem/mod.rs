@@ -121,8 +121,10 @@ pub struct Rotary {
 /// RMS normalisation of each head of query and key before RoPE (QK-norm).
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct QkNorm {
-    /// Added to the mean of squares.
-    pub epsilon: f32,
+    /// Added to the mean of squares of a query head.
+    pub q_epsilon: f32,
+    /// Added to that of a key head.
+    pub k_epsilon: f32,
 }
 
 /// A quantized cache: dequantized value = quantized value * scale (`gqa_kernels::num::Code` has the

@@ -34,7 +34,7 @@ use executor::threads_for;
 pub use executor::{Executor, Rayon};
 use gqa_plan::contents;
 use gqa_plan::plan::TensorId;
-use gqa_plan::{CacheBinding, CallKind, Layout, Problem, QkNorm};
+use gqa_plan::{CacheBinding, CallKind, Layout, Problem};
 use gqa_tensor::{DType, Error, Result, TensorView};
 use half::{bf16, f16};
 pub use instructions::Instructions;
@@ -214,7 +214,11 @@ impl Run<'_> {
             problem: p,
             sequences,
             query: elements::<T>("query", inputs.need(TensorId::Query)?)?,
-            norm: norm(p, "q_norm_weight", inputs.input(TensorId::QNormWeight))?,
+            norm: norm(
+                p.qk_norm.map(|norm| norm.q_epsilon),
+                "q_norm_weight",
+                inputs.input(TensorId::QNormWeight),
+            )?,
             rope,
             keys: cached("key", key, key_codes, blocks)?,
             values: cached("value", value, value_codes, blocks)?,
@@ -289,8 +293,9 @@ impl Run<'_> {
             })
         };
         let key = rows("key", io.input(TensorId::Key), p.key_layout(), p.head_size, rope)?;
-        let key =
-            Append { norm: norm(p, "k_norm_weight", io.input(TensorId::KNormWeight))?, ..key };
+        let k_epsilon = p.qk_norm.map(|norm| norm.k_epsilon);
+        let k_norm = norm(k_epsilon, "k_norm_weight", io.input(TensorId::KNormWeight))?;
+        let key = Append { norm: k_norm, ..key };
         let value =
             rows("value", io.input(TensorId::Value), p.value_layout(), p.v_head_size, None)?;
         if let (Some(how), Some([k_scale, v_scale])) = (p.quantized, &mut io.row_scales) {
@@ -346,13 +351,13 @@ fn rope<T: Element>(p: &Problem, sequences: &[Sequence], io: &IoViews<'_>) -> Re
     Ok(Some(Rope::new(p, rotary, sequences, tables, position_ids)))
 }
 
-/// RMS normalisation with that weight, if the call has it.
+/// RMS normalisation with that epsilon and weight, if the call has it.
 fn norm<'a, T: Element>(
-    p: &Problem,
+    epsilon: Option<f32>,
     name: &'static str,
     weight: Option<TensorView<'a>>,
 ) -> Result<Option<Norm<'a, T>>> {
-    let (Some(QkNorm { epsilon }), Some(weight)) = (p.qk_norm, weight) else { return Ok(None) };
+    let (Some(epsilon), Some(weight)) = (epsilon, weight) else { return Ok(None) };
     Ok(Some(Norm { epsilon, weight: elements(name, weight)? }))
 }
 

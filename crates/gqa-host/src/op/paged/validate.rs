@@ -2,7 +2,9 @@
 
 use super::quantization::quantization;
 use super::{PagedAttention, PagedShapes};
-use crate::op::validate::{Dim, Pattern, both, check_factors, check_row_scales, head_count, scale};
+use crate::op::validate::{
+    Dim, Pattern, both, check_epsilon, check_factors, check_row_scales, head_count, scale,
+};
 use gqa_plan::limits::{MAX_HEAD_SIZE, addressable, check_rows, shape};
 use gqa_plan::{
     CacheBinding, Pages, Phase, Problem, ProblemFields, QkNorm, Quantization, Rotary, Sink,
@@ -65,7 +67,8 @@ impl PagedAttention {
     }
 
     fn check_numbers(&self) -> Result<()> {
-        check_factors(self.scale, self.softcap, self.qk_norm_epsilon)?;
+        check_factors(self.scale, self.softcap)?;
+        check_epsilon("qk_norm_epsilon", self.qk_norm_epsilon)?;
         if !(0..=1).contains(&self.is_causal) {
             return Err(Error::invalid("is_causal", self.is_causal, "0 or 1"));
         }
@@ -228,7 +231,7 @@ impl Sizes {
         for (argument, weight) in [(query, weights.0), (key, weights.1)] {
             self.check(argument, weight, &[Dim::Is("head_size", self.head_size)])?;
         }
-        Ok(Some(QkNorm { epsilon }))
+        Ok(Some(QkNorm { q_epsilon: epsilon, k_epsilon: epsilon }))
     }
 
     fn head_sink(&self, inputs: &PagedShapes<'_>) -> Result<bool> {

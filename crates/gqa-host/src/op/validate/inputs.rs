@@ -245,14 +245,14 @@ impl Query {
     }
 
     /// QK-norm, where its weights are given.
-    pub(super) fn qk_norm(&self, inputs: &Shapes<'_>, epsilon: f32) -> Result<Option<QkNorm>> {
+    pub(super) fn qk_norm(&self, inputs: &Shapes<'_>, norm: QkNorm) -> Result<Option<QkNorm>> {
         const NAMES: [&str; 2] = ["q_norm_weight", "k_norm_weight"];
         let weights = both((NAMES[0], inputs.q_norm_weight), (NAMES[1], inputs.k_norm_weight))?;
         let Some((query, key)) = weights else { return Ok(None) };
         for (argument, weight) in NAMES.into_iter().zip([query, key]) {
             self.check(argument, weight, &[Dim::Is("head_size", self.head_size)])?;
         }
-        Ok(Some(QkNorm { epsilon }))
+        Ok(Some(norm))
     }
 
     /// Whether there is a head_sink.
