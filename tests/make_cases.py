@@ -95,6 +95,9 @@ CODES = {"i8": (8, np.dtype(np.int8)), "i4": (4, np.dtype(np.uint8)), "f8": (8, 
 def encode(x, scale, kind):
     """Codes of rows (..., size)."""
     quotient = (x.astype(np.float32) / scale.astype(np.float32)).astype(np.float64)
+    if kind == "f4":
+        codes = np.clip(quotient, -6, 6).astype(np.float32).astype(ml_dtypes.float4_e2m1fn).view(np.uint8)
+        return codes[..., 0::2] | codes[..., 1::2] << 4
     if kind == "f8":
         return np.clip(quotient, -448, 448).astype(np.float32).astype(CODES[kind][1])
     near_tie = np.abs(np.abs(quotient - np.trunc(quotient)) - 0.5) < 1e-3
@@ -107,8 +110,9 @@ def encode(x, scale, kind):
 
 def decode(codes, scale, kind):
     """Numbers of rows of codes."""
-    if kind == "i4":
-        codes = np.stack([codes & 15, codes >> 4], -1).reshape(*codes.shape[:-1], 2 * codes.shape[-1]).astype(np.float64) - 8
+    if kind in ("i4", "f4"):
+        codes = np.stack([codes & 15, codes >> 4], -1).reshape(*codes.shape[:-1], 2 * codes.shape[-1])
+        codes = codes.view(ml_dtypes.float4_e2m1fn) if kind == "f4" else codes.astype(np.float64) - 8
     return codes.astype(np.float64) * scale.astype(np.float64)
 
 
@@ -174,10 +178,13 @@ def reference(feeds, attrs, dtype, noise=None, exact_scores=False):
         return y
 
     def normed(x, weight):  # each row of each head by its root mean square
-        return x / np.sqrt((x * x).mean(-1, keepdims=True) + attrs.get("qk_norm_epsilon", 1e-6)) * f64[weight]
+        epsilon = attrs.get(weight.replace("weight", "epsilon"), attrs.get("qk_norm_epsilon", 1e-6))
+        return x / np.sqrt((x * x).mean(-1, keepdims=True) + epsilon) * f64[weight]
 
     kinds = {dtype: kind for kind, (_, dtype) in CODES.items()}
     kind = kinds.get(np.asarray(feeds["past_key"]).dtype) if "past_key" in feeds else None
+    if attrs.get("k_cache_dtype") == "float4e2m1":  # PagedAttention's
+        kind = "f4"
     if kind:
         scales = {n: np.broadcast_to(np.asarray(feeds[n]).reshape(-1, size if np.size(feeds[n]) > 1 else 1), (kv_heads, size))
                   for n in ("k_scale", "v_scale")}
@@ -742,6 +749,10 @@ def define_cases():
     c("qk_norm_prompt", "Queries and keys divided by their root mean square, then rotated", B=2, S=5, N=4, K=2, H=16, lens=[5, 3], rope=16, qk_norm=True, quirk=no_norm)
     c("qk_norm_packed_decode_f16", "The same of packed QKV, interleaved, in decode, an epsilon that is felt, float16", B=2, S=1, N=4, K=2, H=32, P=8, T=8, lens=[8, 5],
       packed=True, rope=16, interleaved=True, qk_norm=True, attrs={"qk_norm_epsilon": 0.5}, dtype="f16", quirk=no_norm)
+    c("qk_norm_two_epsilons", "Queries and keys with an epsilon each", B=2, S=3, N=4, K=2, H=16, P=4, T=7, lens=[7, 5], rope=16, qk_norm=True,
+      attrs={"q_norm_epsilon": 0.5, "k_norm_epsilon": 2.0, "qk_norm_epsilon": 0.01}, quirk=no_norm)
+    c("qk_norm_epsilon_of_keys", "An epsilon of keys, that of queries is the one of both", S=4, N=4, K=2, H=16, qk_norm=True,
+      attrs={"k_norm_epsilon": 0.5, "qk_norm_epsilon": 2.0}, quirk=no_norm)
     c("qk_norm_shared_kv", "Nothing to append: only queries are normalised", S=2, N=4, K=2, L=0, P=6, T=6, qk_norm=True, quirk=no_norm)
     c("bf16_qk_norm_chunk", "A chunk without rotation, bfloat16", S=3, N=4, K=2, H=64, P=5, qk_norm=True, dtype="bf16", quirk=no_norm)
 

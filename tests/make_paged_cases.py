@@ -109,15 +109,16 @@ def case(root, name, about, sequences, dtype="f32", N=4, K=2, H=16, block=4, pac
         kind, per_channel = quant
         for n, s in (("key_cache", "k_scale"), ("value_cache", "v_scale")):
             spread = rng.uniform(K * H if per_channel else 1)
-            f[s] = ({"i8": 0.0271, "i4": 0.3713, "f8": 0.0717}[kind] * (0.75 + 0.5 * spread)).astype(np.float32)
-            codes = np.round((rng.uniform(blocks * block * K * H).reshape(blocks, block, K, H) - 0.5) * {"i8": 150, "i4": 13, "f8": 60}[kind])
+            f[s] = ({"i8": 0.0271, "i4": 0.3713, "f8": 0.0717, "f4": 0.4317}[kind] * (0.75 + 0.5 * spread)).astype(np.float32)
+            codes = np.round((rng.uniform(blocks * block * K * H).reshape(blocks, block, K, H) - 0.5) * {"i8": 150, "i4": 13, "f8": 60, "f4": 13}[kind])
             scale = np.broadcast_to(f[s].reshape(-1, H if per_channel else 1), (K, H))
             f[n] = common.encode(codes * scale.astype(np.float64), scale, kind)
             f[s] = f[s].reshape((K, 1, H) if per_channel else (1,))
         how = "PER_CHANNEL" if per_channel else "PER_TENSOR"
         attrs.update(k_quant_type=how, v_quant_type=how)
-        if kind == "i4":
-            attrs.update(k_cache_dtype="int4", v_cache_dtype="int4")
+        named = {"i4": "int4", "f4": "float4e2m1"}.get(kind)
+        if named:
+            attrs.update(k_cache_dtype=named, v_cache_dtype=named)
     f["cumulative_sequence_length"] = np.cumsum([0] + [new for _, new in sequences]).astype(np.int32)
     f["past_seqlens"], f["block_table"] = np.array([past for past, _ in sequences], np.int32), table
     if freed:
@@ -188,6 +189,10 @@ def write_all(root):
     c("no_tokens", "Sequences, but no tokens", [(3, 0), (5, 0)])
     c("no_tokens_freed", "No tokens, no blocks", [(3, 0), (5, 0)], freed=True, packed=True, rope=16, attrs=window(2))
     c("no_sequences", "No sequences", [])
+    c("mixed_float4", "A prompt, a chunk and a token over 4-bit floats", [(0, 4), (6, 2), (9, 1)], H=32, packed=True, quant=("f4", False))
+    c("tokens_float4_per_channel_f16", "Tokens over 4-bit floats in blocks as kernels read them, a scale per channel", [(70, 1), (33, 1)], dtype="f16", N=8, K=2, H=64,
+      block=32, rope=64, quant=("f4", True))
+    c("chunk_float4_bf16", "Many tokens over 4-bit floats", [(50, 40), (0, 3)], dtype="bf16", N=4, K=1, H=64, block=16, quant=("f4", False))
     c("no_tokens_codes", "No tokens over codes", [(3, 0)], H=32, quant=("i4", False))
     c("chunk_float8", "Chunks over float8e4m3fn codes; one token goes nowhere", [(3, 4), (8, 2)], skip=(1,), quant=("f8", False))
 

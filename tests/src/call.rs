@@ -384,7 +384,7 @@ impl Data {
         }
         match how.format {
             QuantFormat::Int8 => Tensor::from(bytes.mapv(|byte| byte as i8)),
-            QuantFormat::Int4 => Tensor::from(bytes),
+            QuantFormat::Int4 | QuantFormat::Float4 => Tensor::from(bytes),
             QuantFormat::Float8 => Tensor::from(bytes.mapv(F8E4M3::from_bits)),
         }
     }
@@ -424,6 +424,7 @@ impl Data {
             QuantFormat::Int8 => 127.0,
             QuantFormat::Int4 => 7.0,
             QuantFormat::Float8 => 16.0,
+            QuantFormat::Float4 => 6.0,
         };
         let sign = if self.rng.random_bool(0.2) { -1.0 } else { 1.0 };
         sign * spread * self.rng.random_range(1.5..2.5) / most

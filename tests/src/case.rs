@@ -201,6 +201,7 @@ impl Case {
             .k_quant_type(self.quant_type())
             .v_quant_type(self.quant_type())
             .kv_cache_bit_width(self.bit_width())
+            .float4_cache(self.quantized.is_some_and(|how| how.format == QuantFormat::Float4))
             .layout(self.layout)
             .log_sum_exp(self.lse)
             .prefetch_cache(self.prefetch_cache)
@@ -217,8 +218,7 @@ impl Case {
     fn bit_width(&self) -> i64 {
         match self.quantized.map(|how| how.format) {
             None => 0,
-            Some(QuantFormat::Int4) => 4,
-            Some(QuantFormat::Int8 | QuantFormat::Float8) => 8,
+            Some(format) => format.bits().into(),
         }
     }
 
@@ -302,9 +302,8 @@ fn sometimes_quantized() -> BoxedStrategy<Option<Quantization>> {
 
 /// Every way to quantize a cache.
 pub fn any_quantization() -> BoxedStrategy<Quantization> {
-    let formats = vec![QuantFormat::Int8, QuantFormat::Int4, QuantFormat::Float8];
     let scales = prop_oneof![3 => any_scales(), 1 => Just(Scales::PerToken)];
-    (proptest::sample::select(formats), scales)
+    (proptest::sample::select(&QuantFormat::ALL), scales)
         .prop_map(|(format, scales)| Quantization { format, scales })
         .boxed()
 }

@@ -321,6 +321,7 @@ impl PagedCase {
     fn cache_dtype(&self) -> &'static str {
         match self.case.quantized.map(|how| how.format) {
             Some(QuantFormat::Int4) => "int4",
+            Some(QuantFormat::Float4) => "float4e2m1",
             Some(QuantFormat::Int8) => "int8",
             _ => "",
         }

@@ -94,7 +94,8 @@ pub fn paged_reads(
     let keys = prop_oneof![1 => Just(0), 3 => 0..=8usize, 3 => 0..=2 * tokens];
     let sequences = prop::collection::vec((keys, 0..=tokens), 1..=4);
     let heads = (1..=2usize, 1..=4usize, prop::sample::select(head_sizes.to_vec()));
-    let format = prop::sample::select(vec![QuantFormat::Int8, QuantFormat::Int4]);
+    let format =
+        prop::sample::select(vec![QuantFormat::Int8, QuantFormat::Int4, QuantFormat::Float4]);
     let scales = prop_oneof![3 => any_scales(), 1 => Just(Scales::PerToken)];
     let how = (format, scales);
     let how = how.prop_map(|(format, scales)| Quantization { format, scales });
@@ -255,7 +256,12 @@ impl Given {
             .map(|&[keys, new]| keys as i32 - if case.counts_new { 0 } else { new as i32 });
         let (cache, table, held) = Self::cache(case, &mut data);
         let scales = case.quantized.map(|how| {
-            let most = if how.format == QuantFormat::Int4 { 8.0 } else { 128.0 };
+            let most = match how.format {
+                QuantFormat::Int8 => 128.0,
+                QuantFormat::Int4 => 8.0,
+                QuantFormat::Float8 => 448.0,
+                QuantFormat::Float4 => 6.0,
+            };
             let mut scale = || data.rng.random_range(1.0..2.0f32) / most;
             let scales: Vec<_> = match how.scales.count(kv, size) {
                 Some(count) => (0..count).map(|_| scale()).collect(),

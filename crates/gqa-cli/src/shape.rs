@@ -115,24 +115,30 @@ pub enum Codes {
     /// float8e4m3fn
     #[value(alias = "float8e4m3fn")]
     Float8,
+    /// float4e2m1, two to a byte
+    #[value(alias = "float4e2m1")]
+    Float4,
 }
 
 impl Codes {
     fn dtype(self) -> DType {
         match self {
             Self::Int8 => DType::I8,
-            Self::Int4 => DType::U8,
+            Self::Int4 | Self::Float4 => DType::U8,
             Self::Float8 => DType::F8E4M3,
         }
     }
 
     fn bits(self) -> i64 {
-        if self == Self::Int4 { 4 } else { 8 }
+        match self {
+            Self::Int4 | Self::Float4 => 4,
+            Self::Int8 | Self::Float8 => 8,
+        }
     }
 
     /// Quantized values of an element of a cache.
     fn of_element(self) -> usize {
-        if self == Self::Int4 { 2 } else { 1 }
+        8 / self.bits() as usize
     }
 
     /// A scale with which standard normal numbers have quantized values of all sizes.
@@ -141,6 +147,7 @@ impl Codes {
             Self::Int8 => 1.0 / 40.0,
             Self::Int4 => 3.0 / 8.0,
             Self::Float8 => 1.0 / 16.0,
+            Self::Float4 => 1.0 / 2.0,
         }
     }
 }
@@ -271,6 +278,7 @@ impl Layer {
             .k_quant_type(self.quant_type())
             .v_quant_type(self.quant_type())
             .kv_cache_bit_width(self.kv_cache.map_or(0, Codes::bits))
+            .float4_cache(self.kv_cache == Some(Codes::Float4))
             .prefetch_cache(self.prefetch_cache)
             .float32_output(self.float32_output)
             .float8_products(self.float8_products)
@@ -322,6 +330,7 @@ impl Layer {
             (self.kv_cache == Some(Codes::Int8), " int8-cache".to_owned()),
             (self.kv_cache == Some(Codes::Int4), " int4-cache".to_owned()),
             (self.kv_cache == Some(Codes::Float8), " float8-cache".to_owned()),
+            (self.kv_cache == Some(Codes::Float4), " float4-cache".to_owned()),
             (self.scales == Some(ScalesPer::Head), " per-head".to_owned()),
             (self.scales == Some(ScalesPer::Channel), " per-channel".to_owned()),
             (self.scales == Some(ScalesPer::Token), " per-token".to_owned()),

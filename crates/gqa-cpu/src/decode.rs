@@ -48,6 +48,7 @@ macro_rules! for_stored {
             StoredTile::Int8($rows) => $call,
             StoredTile::Float8($rows) => $call,
             StoredTile::Int4($rows) => $call,
+            StoredTile::Float4($rows) => $call,
         }
     };
 }

@@ -44,5 +44,5 @@ pub use key_range::{Softmax, Write};
 pub use panel::{KEYS, PADDED_TO, Rows, Tile, span};
 pub use rotate::rotate;
 pub use row_starts::Starts;
-pub use stored::{Float8, Int4, Int8, StoredRows, StoredTile};
+pub use stored::{Float4, Float8, Int4, Int8, StoredRows, StoredTile};
 pub use widen::{CacheElement, narrow_to_bf16, narrow_to_f16};

@@ -9,12 +9,16 @@ pub(super) const EXPONENT: i16 = 0x4000;
 /// The lowest mantissa bit of e4m3, in float16.
 pub(super) const LEAST: i16 = 0x80;
 
+/// Numbers of float4e2m1, by their codes.
+pub(super) const FLOAT4: [f32; 16] =
+    [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0];
+
 /// Difference of the exponent biases of float16 and e4m3.
 pub(super) const FLOAT8_UNIT: f32 = 256.0;
 
 #[cfg(target_arch = "x86_64")]
 mod of_this_processor {
-    use super::{EXPONENT, LEAST};
+    use super::{EXPONENT, FLOAT4, LEAST};
     use bytemuck::{Pod, Zeroable};
     use pulp::x86::{V3, V4};
     use pulp::{Arch, Scalar, Simd, WithSimd};
@@ -325,17 +329,60 @@ mod of_this_processor {
     /// One vector of 4-bit integers, stored with offset 8, the low half of a byte first.
     #[inline(always)]
     pub(in super::super) fn int4<S: Simd>(simd: S, from: &[u8]) -> Option<S::f32s> {
-        let word = |i: usize| from[4 * i..].first_chunk().map(|bytes| i32::from_le_bytes(*bytes));
-        if let (true, Some(word)) = (is_v3::<S>(), word(0)) {
+        if let (true, Some(word)) = (is_v3::<S>(), word(from, 0)) {
             // SAFETY: V3 has AVX2
             return Some(bytemuck::cast(unsafe {
-                let shifts = _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28);
-                let halves = _mm256_srlv_epi32(_mm256_set1_epi32(word), shifts);
-                let integers = _mm256_and_si256(halves, _mm256_set1_epi32(15));
+                let integers = _mm256_and_si256(halves_of(word), _mm256_set1_epi32(15));
                 _mm256_cvtepi32_ps(_mm256_sub_epi32(integers, _mm256_set1_epi32(8)))
             }));
         }
-        let (v4, low, high) = (v4(&simd)?, word(0)?, word(1)?);
+        of_table(simd, from, &INTEGERS)
+    }
+
+    /// One vector of float4e2m1, the low half of a byte first.
+    #[inline(always)]
+    pub(in super::super) fn float4<S: Simd>(simd: S, from: &[u8]) -> Option<S::f32s> {
+        if let (true, Some(word)) = (is_v3::<S>(), word(from, 0)) {
+            // SAFETY: V3 has AVX2, and the table has eight numbers more
+            return Some(bytemuck::cast(unsafe {
+                let halves = halves_of(word);
+                // Indices of a table are the lowest three bits; the fourth one is the sign.
+                let sizes = _mm256_permutevar8x32_ps(_mm256_loadu_ps(FLOAT4.as_ptr()), halves);
+                let signs = _mm256_and_si256(halves, _mm256_set1_epi32(8));
+                _mm256_or_ps(sizes, _mm256_castsi256_ps(_mm256_slli_epi32::<28>(signs)))
+            }));
+        }
+        of_table(simd, from, &FLOAT4)
+    }
+
+    /// 4-bit integers by their codes.
+    const INTEGERS: [f32; 16] =
+        [-8.0, -7.0, -6.0, -5.0, -4.0, -3.0, -2.0, -1.0, 0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0];
+
+    /// Word `i`.
+    #[inline(always)]
+    fn word(from: &[u8], i: usize) -> Option<i32> {
+        from[4 * i..].first_chunk().map(|bytes| i32::from_le_bytes(*bytes))
+    }
+
+    /// A lane for each code of a word, in its lowest four bits.
+    ///
+    /// # Safety
+    ///
+    /// The processor has AVX2.
+    #[inline(always)]
+    unsafe fn halves_of(word: i32) -> __m256i {
+        // SAFETY: the caller's
+        unsafe {
+            let shifts = _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28);
+            _mm256_srlv_epi32(_mm256_set1_epi32(word), shifts)
+        }
+    }
+
+    /// One vector of AVX-512: of each code its number in the table.
+    #[inline(always)]
+    fn of_table<S: Simd>(simd: S, from: &[u8], table: &[f32; 16]) -> Option<S::f32s> {
+        let (v4, low, high) = (v4(&simd)?, word(from, 0)?, word(from, 1)?);
         let (v4, set) = (v4.avx512f, v4.avx._mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28));
         let words = v4._mm512_inserti64x4::<1>(v4._mm512_set1_epi32(low), {
             // SAFETY: V4 has AVX
@@ -343,10 +390,7 @@ mod of_this_processor {
         });
         let halves = v4._mm512_srlv_epi32(words, v4._mm512_broadcast_i64x4(set));
         // Indices of a table are the lowest four bits.
-        let table = v4._mm512_setr_ps(
-            -8.0, -7.0, -6.0, -5.0, -4.0, -3.0, -2.0, -1.0, 0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0,
-        );
-        Some(bytemuck::cast(v4._mm512_permutexvar_ps(halves, table)))
+        Some(bytemuck::cast(v4._mm512_permutexvar_ps(halves, bytemuck::cast(*table))))
     }
 }
 
@@ -392,5 +436,5 @@ mod of_this_processor {
             }
         )*};
     }
-    none!(f16(u16), bf16(u16), int8(u8), float8(u8), int4(u8));
+    none!(f16(u16), bf16(u16), int8(u8), float8(u8), int4(u8), float4(u8));
 }

@@ -4,7 +4,7 @@
 //! times the bytes. So a vector is converted in registers, where it is multiplied. Scales of a
 //! quantized KV cache are not applied here.
 
-use super::native::{self, EXPONENT, FLOAT8_UNIT, LEAST};
+use super::native::{self, EXPONENT, FLOAT4, FLOAT8_UNIT, LEAST};
 use super::prefetch::Later;
 use super::row_starts::Starts;
 use bytemuck::Pod;
@@ -43,6 +43,11 @@ pub struct Float8(u8);
 #[derive(Clone, Copy, Debug, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(transparent)]
 pub struct Int4(u8);
+
+/// Two 4-bit quantized values that are float4e2m1, the first in the low half.
+#[derive(Clone, Copy, Debug, bytemuck::Pod, bytemuck::Zeroable)]
+#[repr(transparent)]
+pub struct Float4(u8);
 
 impl Stored for f32 {
     #[inline(always)]
@@ -104,6 +109,20 @@ impl Stored for Int4 {
         native::int4(simd, bytemuck::cast_slice(lanes)).unwrap_or_else(|| {
             let halves = lanes.iter().flat_map(|two| [two.0 & 15, two.0 >> 4]);
             each(simd, halves, |half| f32::from(half) - 8.0)
+        })
+    }
+}
+
+impl Stored for Float4 {
+    const NUMBERS: usize = 2;
+
+    #[inline(always)]
+    unsafe fn vector<S: Simd>(simd: S, row: &[Float4], i: usize) -> S::f32s {
+        // SAFETY: the caller's
+        let lanes = unsafe { lanes::<S, _>(row, i) };
+        native::float4(simd, bytemuck::cast_slice(lanes)).unwrap_or_else(|| {
+            let halves = lanes.iter().flat_map(|two| [two.0 & 15, two.0 >> 4]);
+            each(simd, halves, |half| FLOAT4[usize::from(half)])
         })
     }
 }
@@ -233,8 +252,10 @@ pub enum StoredTile<'a> {
     Int8([StoredRows<'a, Int8>; 2]),
     /// Quantized to float8e4m3fn.
     Float8([StoredRows<'a, Float8>; 2]),
-    /// Quantized to 4 bits.
+    /// Quantized to 4-bit integers.
     Int4([StoredRows<'a, Int4>; 2]),
+    /// Quantized to float4e2m1.
+    Float4([StoredRows<'a, Float4>; 2]),
 }
 
 impl StoredTile<'_> {
@@ -247,6 +268,7 @@ impl StoredTile<'_> {
             StoredTile::Int8([keys, _]) => keys.later(),
             StoredTile::Float8([keys, _]) => keys.later(),
             StoredTile::Int4([keys, _]) => keys.later(),
+            StoredTile::Float4([keys, _]) => keys.later(),
         }
     }
 }
@@ -316,5 +338,7 @@ mod tests {
         check(&bytes().map(Float8).collect::<Vec<_>>(), bytes().map(e4m3));
         let nibbles = |x: u8| [x & 15, x >> 4].map(|x| f32::from(x) - 8.0);
         check(&bytes().map(Int4).collect::<Vec<_>>(), bytes().flat_map(nibbles));
+        let e2m1 = |x: u8| [x & 15, x >> 4].map(|x| FLOAT4[usize::from(x)]);
+        check(&bytes().map(Float4).collect::<Vec<_>>(), bytes().flat_map(e2m1));
     }
 }

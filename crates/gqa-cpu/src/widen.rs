@@ -1,7 +1,7 @@
 //! Converts rows of the KV cache to float32, once for many reads, and float32 to 16-bit elements.
 
 use super::native;
-use super::stored::{Float8, Int4, Int8, Stored};
+use super::stored::{Float4, Float8, Int4, Int8, Stored};
 use half::{bf16, f16};
 use pulp::{Arch, Scalar256b, Simd, WithSimd};
 use std::{array, slice};
@@ -34,7 +34,7 @@ macro_rules! cache_element {
         }
     )*};
 }
-cache_element!(f32, f16, bf16, Int8, Float8, Int4);
+cache_element!(f32, f16, bf16, Int8, Float8, Int4, Float4);
 
 /// Lanes of the widest vector, for types of one element each.
 const WIDEST: usize = 16;

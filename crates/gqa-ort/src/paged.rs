@@ -95,7 +95,8 @@ fn in_place(given: &Given, name: &'static str, output: Option<Value>) -> Result<
     }
 }
 
-/// attention_metadata: the most new tokens of a sequence and the most in all, where it is given.
+/// attention_metadata: the most new tokens of a sequence and the most in all, where it is given;
+/// and the least that the longest sequence may have, which no kernel needs.
 ///
 /// # Safety
 ///
@@ -105,12 +106,20 @@ unsafe fn bounds(given: &Given) -> Result<Bounds, Error> {
     let Some(value) = given.get(NAME) else { return Ok(Bounds::default()) };
     // SAFETY: as the caller says; ONNX Runtime has it in the host's memory
     let numbers = unsafe { value.numbers(NAME) }?;
-    let refused = || Error::invalid(NAME, format!("{numbers:?}"), "2 or 3 numbers, 0 or more");
-    let bound = |index: usize| usize::try_from(numbers[index]).map_err(|_| refused());
-    if !(2..=3).contains(&numbers.len()) {
-        return Err(refused());
+    let refused = |allowed| Error::invalid(NAME, format!("{numbers:?}"), allowed);
+    let bound = |number: i32| usize::try_from(number);
+    let bounds = match *numbers {
+        [rows, keys] => [bound(rows), bound(keys), Ok(0)],
+        [rows, keys, least] => [bound(rows), bound(keys), bound(least)],
+        _ => return Err(refused("2 or 3 numbers")),
+    };
+    let [Ok(query_rows), Ok(keys), Ok(least)] = bounds else {
+        return Err(refused("numbers of 0 or more"));
+    };
+    if keys > 0 && least > keys {
+        return Err(refused("a third number that is not above the second"));
     }
-    Ok(Bounds { query_rows: bound(0)?, keys: bound(1)? })
+    Ok(Bounds { query_rows, keys })
 }
 
 fn shapes(given: &Given, bounds: Bounds) -> Result<PagedShapes<'_>, Error> {

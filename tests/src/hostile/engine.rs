@@ -45,7 +45,7 @@ fn layer(mut layer: Layer, draw: &mut Draw) -> Layer {
     for _ in 0..draw.below(4) {
         let dim = draw.of(&[16, 64, 64, 0, 7, 128]);
         let [dim, positions] = [dim, 64].map(|n| number(draw, n));
-        let format = draw.of(&[QuantFormat::Int8, QuantFormat::Int4, QuantFormat::Float8]);
+        let format = draw.of(&QuantFormat::ALL);
         let scales =
             draw.of(&[Scales::PerTensor, Scales::PerHead, Scales::PerChannel, Scales::PerToken]);
         layer = match draw.below(8) {

@@ -165,7 +165,8 @@ impl Op {
             QuantType::PerChannel,
             QuantType::PerToken,
         ]);
-        let name = draw.of(&["", "int4", "int8", "float8e4m3fn", "float16", "no type"]);
+        let name =
+            draw.of(&["", "int4", "float4e2m1", "int8", "float8e4m3fn", "float16", "no type"]);
         let (i, j, x, flag) = (draw.integer(), draw.integer(), draw.float(), draw.flag());
         match self {
             Self::Gqa(op, cache) => {

@@ -28,7 +28,11 @@ impl Layer {
     }
 
     fn cache_dtype(&self) -> &'static str {
-        if self.kv_cache == Some(Codes::Int4) { "int4" } else { "" }
+        match self.kv_cache {
+            Some(Codes::Int4) => "int4",
+            Some(Codes::Float4) => "float4e2m1",
+            Some(Codes::Int8 | Codes::Float8) | None => "",
+        }
     }
 }
 

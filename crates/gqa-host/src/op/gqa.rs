@@ -84,6 +84,7 @@ pub struct GroupQueryAttention {
     pub(crate) k_quant_type: QuantType,
     pub(crate) v_quant_type: QuantType,
     pub(crate) kv_cache_bit_width: i64,
+    pub(crate) float4_cache: bool,
     pub(crate) layout: Layout,
     pub(crate) lse: bool,
     pub(crate) prefetch_cache: bool,
@@ -113,6 +114,7 @@ impl GroupQueryAttention {
             k_quant_type: QuantType::None,
             v_quant_type: QuantType::None,
             kv_cache_bit_width: 0,
+            float4_cache: false,
             layout: Layout::Bsnh,
             lse: false,
             prefetch_cache: false,
@@ -202,6 +204,11 @@ impl GroupQueryAttention {
     /// Bits of a quantized value: 8 or 4 where the cache is quantized, else 0.
     pub fn kv_cache_bit_width(self, bits: i64) -> Self {
         Self { kv_cache_bit_width: bits, ..self }
+    }
+
+    /// A cache of 4 bits holds float4e2m1 instead of integers (beyond ONNX).
+    pub fn float4_cache(self, on: bool) -> Self {
+        Self { float4_cache: on, ..self }
     }
 
     /// Order of the dimensions of query, key, value and output (beyond ONNX, which has BSNH only).

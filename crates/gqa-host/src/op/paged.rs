@@ -113,8 +113,8 @@ impl PagedAttention {
         Self { v_quant_type: how, ..self }
     }
 
-    /// The format of key_cache: `"int4"` where it is uint8, two quantized values to a byte; else
-    /// the name of its type, or `""`.
+    /// The format of key_cache: `"int4"` or `"float4e2m1"` where it is uint8, two quantized values
+    /// to a byte; else the name of its type, or `""`.
     pub fn k_cache_dtype(self, name: &str) -> Self {
         Self { k_cache_dtype: name.to_owned(), ..self }
     }
@@ -220,5 +220,12 @@ fn check_metadata(most: Bounds, metadata: &Tensor) -> Result<()> {
             return Err(Error::invalid(NAME, format!("{bounds:?}"), allowed));
         }
     }
-    Ok(())
+    match bounds.get(2) {
+        Some(&least) if !usize::try_from(least).is_ok_and(|least| least <= keys) => {
+            let allowed =
+                format!("0, or up to {keys}, the longest sequence, as the least it may have");
+            Err(Error::invalid(NAME, format!("{bounds:?}"), allowed))
+        }
+        _ => Ok(()),
+    }
 }

@@ -11,6 +11,18 @@ pub(super) struct Codes {
     pub(super) scales: Vec<f64>,
 }
 
+/// The numbers of float4e2m1 that are not negative, by their codes. 8 is added to the code of a
+/// negative one.
+const FLOAT4: [f64; 8] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
+
+/// The code of the nearest number, the even code of two.
+fn float4(x: f64) -> u8 {
+    let distance = |code: &u8| (FLOAT4[usize::from(*code)] - x.abs().min(6.0)).abs();
+    let nearer = |a: &u8, b: &u8| distance(a).total_cmp(&distance(b)).then((a % 2).cmp(&(b % 2)));
+    let code = (0..8).min_by(nearer).unwrap_or(0);
+    if x.is_sign_negative() { code + 8 } else { code }
+}
+
 /// A row of the cache.
 #[derive(Clone, Copy)]
 pub(super) struct Row {
@@ -38,6 +50,7 @@ impl Codes {
             QuantFormat::Int8 => 127.0,
             QuantFormat::Int4 => 7.0,
             QuantFormat::Float8 => 448.0,
+            QuantFormat::Float4 => 6.0,
         };
         let top = row.iter().fold(0.0, |top: f64, x| top.max(x.abs())) as f32;
         let scale = top / most;
@@ -71,6 +84,9 @@ impl Codes {
                 let code = |x| (integer(x, -8.0, 7.0) + 8) as u8;
                 quotients.chunks_exact(2).map(|x| code(x[0]) | code(x[1]) << 4).collect()
             }
+            QuantFormat::Float4 => {
+                quotients.chunks_exact(2).map(|x| float4(x[0]) | float4(x[1]) << 4).collect()
+            }
         }
     }
 
@@ -83,6 +99,11 @@ impl Codes {
             }
             QuantFormat::Int4 => {
                 let number = |code: u8| f64::from(code) - 8.0;
+                bytes.iter().flat_map(|&two| [number(two & 15), number(two >> 4)]).collect()
+            }
+            QuantFormat::Float4 => {
+                let size = |code: u8| FLOAT4[usize::from(code % 8)];
+                let number = |code: u8| if code < 8 { size(code) } else { -size(code) };
                 bytes.iter().flat_map(|&two| [number(two & 15), number(two >> 4)]).collect()
             }
         };

@@ -74,7 +74,7 @@ fn what_a_call_is_shows_in_its_phase() {
 
 #[test]
 fn everything_that_a_layer_may_have_is_taken() {
-    for format in [QuantFormat::Int8, QuantFormat::Int4, QuantFormat::Float8] {
+    for format in QuantFormat::ALL {
         let layer = layer()
             .scale(0.1)
             .softcap(30.0)

@@ -189,7 +189,7 @@ fn calls() -> Vec<Problem> {
 /// Calls over each format of quantized caches: decode with scales of each kind that its kernels
 /// tell apart, and prefill.
 fn over_quantized_caches() -> impl Iterator<Item = Problem> {
-    let formats = [QuantFormat::Int8, QuantFormat::Int4, QuantFormat::Float8];
+    let formats = QuantFormat::ALL;
     let each = formats.into_iter().flat_map(|format| {
         [Scales::PerHead, Scales::PerToken].map(|scales| Quantization { format, scales })
     });

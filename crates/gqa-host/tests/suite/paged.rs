@@ -236,6 +236,15 @@ fn lengths() {
         "attention_metadata: got [2, 7]; allowed: 0, or at least 3 and 7, the largest number of new tokens and the longest sequence",
     );
     refuses(metadata(&[3]), "attention_metadata: got (1); allowed: (2) or (3)");
+    accepts(metadata(&[3, 7, 7]));
+    for least in [8, -1] {
+        refuses(
+            metadata(&[3, 7, least]),
+            &format!(
+                "attention_metadata: got [3, 7, {least}]; allowed: 0, or up to 7, the longest sequence, as the least it may have"
+            ),
+        );
+    }
 }
 
 #[test]
@@ -398,13 +407,26 @@ fn codes() {
         }
     };
     assert_eq!(accepts(bytes(32)).quantized, per_channel(QuantFormat::Int4));
+    let floats = |value: &str| {
+        let call = bytes(32);
+        Call { op: call.op.k_cache_dtype("float4e2m1").v_cache_dtype(value), ..call }
+    };
+    assert_eq!(accepts(floats("float4e2m1")).quantized, per_channel(QuantFormat::Float4));
+    refuses(
+        floats("int4"),
+        "v_cache_dtype: got \"int4\"; allowed: \"float4e2m1\", as k_cache_dtype",
+    );
+    refuses(
+        named("float4e2m1"),
+        "k_cache_dtype: got \"float4e2m1\"; allowed: \"int8\", as key_cache is int8",
+    );
     refuses(
         bytes(16),
         "query: got head_size 16; allowed: a head_size that is a multiple of 32, 16 bytes of quantized values",
     );
     refuses(
         Call { op: call().op, ..bytes(32) },
-        "k_cache_dtype: got \"\"; allowed: \"int4\", as key_cache is uint8",
+        "k_cache_dtype: got \"\"; allowed: \"int4\" or \"float4e2m1\", as key_cache is uint8",
     );
 }
 

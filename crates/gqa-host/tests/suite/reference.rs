@@ -3,7 +3,7 @@
 use gqa_host::backend::Io;
 use gqa_host::op::{GroupQueryAttention, Inputs, KvCache, Outputs, QuantType};
 use gqa_host::reference::{Reference, exact};
-use gqa_host::{CacheBinding, DType, Layout, Tensor};
+use gqa_host::{CacheBinding, DType, Layout, QuantFormat, Tensor};
 use ndarray::Array;
 
 /// Size of a head; only its first element is used, unless it is rotated.
@@ -360,7 +360,7 @@ fn rows_are_normalised_before_they_rotate() {
 
 /// A step of one head of 8 elements behind one row of quantized values; the new key and the new
 /// value are `row`.
-fn quantized_step(past: Tensor, bits: i64, scales: [&[f32]; 2], row: &[f32]) -> Outputs {
+fn quantized_step(past: Tensor, format: QuantFormat, scales: [&[f32]; 2], row: &[f32]) -> Outputs {
     let row = float(&[1, 1, 8], row);
     let [k_scale, v_scale] = scales.map(|scale| float(&[scale.len()], scale));
     let (last, total) = (ints(&[1]), ints(&[2]));
@@ -374,7 +374,11 @@ fn quantized_step(past: Tensor, bits: i64, scales: [&[f32]; 2], row: &[f32]) -> 
         v_scale: Some(&v_scale),
         ..Inputs::new(&row, &last, &total)
     };
-    let op = one_head().k_quant_type(how).v_quant_type(how).kv_cache_bit_width(bits);
+    let op = one_head()
+        .k_quant_type(how)
+        .v_quant_type(how)
+        .kv_cache_bit_width(format.bits().into())
+        .float4_cache(format == QuantFormat::Float4);
     op.qk_output(1).scale(1.0).run(&inputs, &Reference).unwrap()
 }
 
@@ -383,7 +387,7 @@ fn codes_are_numbers_divided_by_their_scale() {
     let past = || Tensor::from(Array::from_shape_vec((1, 1, 1, 8), vec![1i8; 8]).unwrap());
     // Ties round to the even quantized value, and results are clamped.
     let row = [0.25, 0.75, -0.25, -0.75, 1.0, 100.0, -100.0, 63.25];
-    let out = quantized_step(past(), 8, [&[0.5], &[0.25]], &row);
+    let out = quantized_step(past(), QuantFormat::Int8, [&[0.5], &[0.25]], &row);
     let keys = [0.0, 2.0, 0.0, -2.0, 2.0, 127.0, -128.0, 126.0];
     let values = [1.0, 3.0, -1.0, -3.0, 4.0, 127.0, -128.0, 127.0];
     near(&out.present_key.to_f64(), &[[1.0; 8], keys].concat());
@@ -394,7 +398,7 @@ fn codes_are_numbers_divided_by_their_scale() {
     near(&out.output.to_f64(), &values.map(|value| value * 0.25));
     // A scale for each element.
     let scales: Vec<f32> = (1..=8).map(|i| i as f32).collect();
-    let out = quantized_step(past(), 8, [&scales, &scales], &[8.0; 8]);
+    let out = quantized_step(past(), QuantFormat::Int8, [&scales, &scales], &[8.0; 8]);
     let want = [8.0, 4.0, 3.0, 2.0, 2.0, 1.0, 1.0, 1.0];
     near(&out.present_key.to_f64()[8..], &want);
 }
@@ -403,17 +407,35 @@ fn codes_are_numbers_divided_by_their_scale() {
 fn codes_of_four_bits_lie_two_to_a_byte() {
     let past = Tensor::from(Array::from_shape_vec((1, 1, 1, 4), vec![0x98u8; 4]).unwrap());
     let row = [-8.0, 7.0, -9.0, 9.0, 0.5, 1.5, -0.5, 1.0];
-    let out = quantized_step(past, 4, [&[1.0], &[1.0]], &row);
+    let out = quantized_step(past, QuantFormat::Int4, [&[1.0], &[1.0]], &row);
     assert_eq!(out.present_key.bytes(), [0x98, 0x98, 0x98, 0x98, 0xf0, 0xf0, 0xa8, 0x98]);
     // 0 and 1 in turn were there.
     near(&out.output_qk.unwrap().to_f64()[..1], &[7.0 + 9.0 + 1.5 + 1.0]);
 }
 
 #[test]
+fn four_bit_floats_round_to_even_and_saturate() {
+    // 0.5 and -6 in turn were there.
+    let past = Tensor::from(Array::from_shape_vec((1, 1, 1, 4), vec![0xf1u8; 4]).unwrap());
+    for (row, want) in [
+        // Midpoints: 0, 1, 1, 2 and 2, 4, 4, 6.
+        ([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 5.5], [0x20, 0x42, 0x64, 0x76]),
+        ([-0.25, -0.75, -1.25, -1.75, -2.5, -3.5, -5.0, -5.5], [0xa8, 0xca, 0xec, 0xfe]),
+        ([0.5, 1.5, 3.0, 6.0, 7.0, -7.0, 1e3, -1e3], [0x31, 0x75, 0xf7, 0xf7]),
+    ] {
+        let out = quantized_step(past.clone(), QuantFormat::Float4, [&[1.0], &[1.0]], &row);
+        assert_eq!(out.present_key.bytes(), [&[0xf1; 4][..], &want].concat());
+        let query_key: f64 =
+            row.chunks(2).map(|x| f64::from(x[0]) * 0.5 - f64::from(x[1]) * 6.0).sum();
+        near(&out.output_qk.unwrap().to_f64()[..1], &[query_key]);
+    }
+}
+
+#[test]
 fn codes_of_eight_bit_floats_have_three_bits_of_mantissa() {
     let past = Tensor::zeros(DType::F8E4M3, &[1, 1, 1, 8]);
     let row = [1.0, 1.0625, 1.1875, -17.0, 1000.0, -1000.0, 0.001_953_125, 0.0];
-    let out = quantized_step(past, 8, [&[1.0], &[1.0]], &row);
+    let out = quantized_step(past, QuantFormat::Float8, [&[1.0], &[1.0]], &row);
     let want = [1.0, 1.0, 1.25, -16.0, 448.0, -448.0, 0.001_953_125, 0.0];
     near(&out.present_key.to_f64()[8..], &want);
 }

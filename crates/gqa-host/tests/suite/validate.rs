@@ -613,6 +613,13 @@ fn quantized_caches() {
             assert_eq!(p.key_cache_shape(5), [2, 2, 5, if bits == 4 { 8 } else { 16 }]);
         }
     }
+    let four =
+        Call::quantized(QuantType::PerTensor, 4, DType::U8, 1).op(|op| op.float4_cache(true));
+    assert_eq!(accepts(four).quantized.map(|how| how.format), Some(QuantFormat::Float4));
+    refuses(
+        int8(QuantType::PerTensor, 1).op(|op| op.float4_cache(true)),
+        "float4_cache: got true with kv_cache_bit_width = 8; allowed: false, or kv_cache_bit_width = 4",
+    );
     // A scale may have any shape, and may be given without quantization.
     let scales = || Some(Tensor::from(Array::from_elem((1, 2, 1, 16), 0.5f32)));
     accepts(Call { scales: [scales(), scales()], ..int8(QuantType::PerChannel, 32) });

@@ -6,6 +6,7 @@
 //! | [`Int8`] | `x / scale` rounded to nearest, ties to even, clamped to -128 … 127 | `code · scale` |
 //! | [`Int4`] | the same clamped to -8 … 7, plus 8; the even element of two in a byte's low half | `(code - 8) · scale` |
 //! | [`Float8`] | `x / scale` rounded to e4m3 (no infinity), clamped to ±448 | `code · scale` |
+//! | [`Float4`] | `x / scale` rounded to e2m1 (ties to even, no infinity, no NaN), clamped to ±6; two to a byte as above | `code · scale` |
 //!
 //! A scale is one for all of a tensor, for each KV head, for each channel (KV head and element) or
 //! for each row; never NaN, and what 0 gives is unspecified. A row's own scale is
@@ -22,6 +23,27 @@ pub enum Format {
     Int4,
     /// [`Float8`]
     Float8,
+    /// [`Float4`]
+    Float4,
+}
+
+impl Format {
+    /// All of them.
+    pub const ALL: [Self; 4] = [Self::Int8, Self::Int4, Self::Float8, Self::Float4];
+
+    /// Bits of a quantized value.
+    pub const fn bits(self) -> u32 {
+        match self {
+            Self::Int8 | Self::Float8 => 8,
+            Self::Int4 | Self::Float4 => 4,
+        }
+    }
+
+    /// Whether quantized values of a kernel's parameter have four bits.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub const fn has_four_bits(format: u32) -> bool {
+        format == Self::Int4 as u32 || format == Self::Float4 as u32
+    }
 }
 
 #[cfg(not(target_arch = "nvptx64"))]
@@ -31,6 +53,7 @@ impl core::fmt::Display for Format {
             Self::Int8 => "int8",
             Self::Int4 => "4-bit",
             Self::Float8 => "float8e4m3fn",
+            Self::Float4 => "float4e2m1",
         })
     }
 }
@@ -87,11 +110,22 @@ pub struct Int4;
 #[derive(Clone, Copy, Debug)]
 pub struct Float8;
 
+/// e2m1: a sign, 2 bits of exponent, 1 of mantissa; two to a byte.
+#[derive(Clone, Copy, Debug)]
+pub struct Float4;
+
 /// [`Int8`] or [`Float8`]: which, is a parameter of the kernel, and a constant of its text once a
 /// plan is loaded.
 #[derive(Clone, Copy, Debug)]
 pub struct Bits8 {
     /// Whether it is [`Float8`].
+    pub is_float: bool,
+}
+
+/// [`Int4`] or [`Float4`], likewise.
+#[derive(Clone, Copy, Debug)]
+pub struct Bits4 {
+    /// Whether it is [`Float4`].
     pub is_float: bool,
 }
 
@@ -211,6 +245,76 @@ impl Code for Float8 {
     }
 }
 
+impl Float4 {
+    /// The largest number.
+    pub const MAX: f32 = 6.0;
+    /// Bits of a mantissa of single precision that e2m1 has not.
+    const DROPPED: u32 = 22;
+    /// What exponents of single precision count beyond those of e2m1.
+    const BIAS: u32 = (127 - 1) << 23;
+    /// Smaller numbers are multiples of [`Self::STEP`].
+    const LEAST_NORMAL: f32 = 1.0;
+    const STEP: f32 = 0.5;
+}
+
+impl Code for Float4 {
+    const FORMATS: &'static [Format] = &[Format::Float4];
+    const BITS: u32 = 4;
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn of(_: u32) -> Self {
+        Self
+    }
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn largest(self) -> f32 {
+        Self::MAX
+    }
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn encode(self, quotient: f32) -> u32 {
+        /// Next to it floats are [`Float4::STEP`] apart, so that an addition rounds.
+        const STEP_APART: f32 = 4_194_304.0;
+        let sign = quotient.to_bits() >> 28 & 0x8;
+        let size = f32::from_bits(quotient.to_bits() & 0x7fff_ffff).min(Self::MAX);
+        let code = if size < Self::LEAST_NORMAL {
+            (size + STEP_APART).to_bits() - STEP_APART.to_bits()
+        } else {
+            let bits = size.to_bits() - Self::BIAS;
+            let half = (1 << (Self::DROPPED - 1)) - 1;
+            (bits + half + (bits >> Self::DROPPED & 1)) >> Self::DROPPED
+        };
+        sign | code
+    }
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn decode(self, code: u32) -> f32 {
+        let (sign, size) = ((code & 0x8) << 28, code & 0x7);
+        let number = match size {
+            0..2 => size as f32 * Self::STEP,
+            _ => f32::from_bits((size << Self::DROPPED) + Self::BIAS),
+        };
+        f32::from_bits(number.to_bits() | sign)
+    }
+}
+
+impl Code for Bits4 {
+    const FORMATS: &'static [Format] = &[Format::Int4, Format::Float4];
+    const BITS: u32 = 4;
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn of(format: u32) -> Self {
+        Self { is_float: format == Format::Float4 as u32 }
+    }
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn largest(self) -> f32 {
+        if self.is_float { Float4.largest() } else { Int4.largest() }
+    }
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn encode(self, quotient: f32) -> u32 {
+        if self.is_float { Float4.encode(quotient) } else { Int4.encode(quotient) }
+    }
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn decode(self, code: u32) -> f32 {
+        if self.is_float { Float4.decode(code) } else { Int4.decode(code) }
+    }
+}
+
 impl Code for Bits8 {
     const FORMATS: &'static [Format] = &[Format::Int8, Format::Float8];
     const BITS: u32 = 8;
@@ -285,7 +389,49 @@ mod tests {
         check(Int8);
         check(Int4);
         check(Float8);
+        check(Float4);
         Bits8::FORMATS.iter().for_each(|&format| check(Bits8::of(format as u32)));
+        Bits4::FORMATS.iter().for_each(|&format| check(Bits4::of(format as u32)));
+    }
+
+    /// The numbers of ONNX's float4e2m1, by their codes without sign.
+    const FLOAT4: [f32; 8] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
+
+    #[test]
+    fn four_bit_floats_are_those_of_the_table() {
+        for (code, size) in (0..).zip(FLOAT4) {
+            for (code, number) in [(code, size), (code | 8, -size)] {
+                assert_eq!(Float4.decode(code).to_bits(), number.to_bits(), "{code}");
+                assert_eq!(Float4.decode(code | 0xf0).to_bits(), number.to_bits(), "{code}");
+                assert_eq!(Float4.encode(number), code, "{number}");
+            }
+        }
+    }
+
+    #[test]
+    fn four_bit_floats_round_to_the_nearest_and_of_two_to_an_even_code() {
+        // Of two neighbours, one code is even.
+        for (code, pair) in (0..).zip(FLOAT4.windows(2)) {
+            let middle = (pair[0] + pair[1]) / 2.0;
+            for (x, want) in [
+                (middle.next_down(), code),
+                (middle, code + code % 2),
+                (middle.next_up(), code + 1),
+            ] {
+                assert_eq!(Float4.encode(x), want, "{x}");
+                assert_eq!(Float4.encode(-x), want | 8, "{x}");
+            }
+        }
+        for x in [6.0_f32.next_up(), 7.0, f32::MAX, f32::INFINITY] {
+            assert_eq!([Float4.encode(x), Float4.encode(-x)], [7, 15], "{x}");
+        }
+        for x in numbers(0.5) {
+            let number = Float4.decode(Float4.encode(x));
+            let nearest = FLOAT4.map(|size| (size - x.abs().min(6.0)).abs());
+            let nearest = nearest.into_iter().fold(f32::INFINITY, f32::min);
+            assert_eq!((number.abs() - x.abs().min(6.0)).abs(), nearest, "{x}");
+            assert_eq!(number.is_sign_negative(), x.is_sign_negative(), "{x}");
+        }
     }
 
     #[test]

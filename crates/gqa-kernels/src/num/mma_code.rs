@@ -3,27 +3,28 @@
 //! An integer becomes a half without a conversion: its bits, signs apart, are put below the leading
 //! one of a power of two next to which halves are one apart, which is then subtracted. Four bits
 //! need no power of two where products may have an offset and a unit: alone in a half, they are a
-//! multiple of the smallest one. GPUs from SM 89 on have an instruction for float8; code for older
-//! ones multiplies.
+//! multiple of the smallest one. A float of four bits is a half whose exponent is 14 too small, with
+//! its sign apart. GPUs from SM 89 on have an instruction for float8; code for older ones multiplies.
 
-use super::code::{Bits8, Code, Float8, Int4, Int8};
+use super::code::{Bits4, Bits8, Code, Float4, Float8, Int4, Int8};
 use crate::simt::{e4m3x2_to_f16x2, fma_f16x2, mul_f16x2, prmt, sub_f16x2};
 
 /// A format whose quantized values become halves.
 pub trait MmaCode: Code {
     /// Quantized values of 16 bits.
     const PER_HALF_WORD: usize = 16 / Self::BITS as usize;
-    /// What [`halves`](Self::halves) has of a code of 0, before its unit.
-    const OFFSET: f32;
-    /// The units of the words of [`halves`](Self::halves), powers of two.
-    const UNITS: [f32; 4];
+    /// Whether [`halves`](Self::halves) of a code of 0 may be another number.
+    const HAS_OFFSET: bool;
     /// What a product of operands is in the end, a power of two: what is multiplied with word `i`
-    /// is multiplied by `PRODUCT / UNITS[i]` before, so that it is in the range of a half.
+    /// is multiplied by `PRODUCT / units()[i]` before, so that it is in the range of a half.
     const PRODUCT: f32;
+    /// The units of the words of [`halves`](Self::halves), powers of two.
+    fn units(self) -> [f32; 4];
     /// As many quantized values as a word holds, of 0 each.
-    const ZEROS: u32;
+    fn zeros(self) -> u32;
     /// Word `i < PER_HALF_WORD` holds code `i` of the lower half of `codes` and code `i` of its
-    /// upper half, exactly, as f16: `(code + OFFSET) * UNITS[i]`; what follows is 0.
+    /// upper half, exactly, as f16: in units of `units()[i]` it is the code more than the half of a
+    /// code of 0 is. What follows is 0.
     fn halves(self, codes: u32) -> [u32; 4];
     /// Word `i < PER_WORD / 2` holds the codes `2 i` and `2 i + 1` of `codes`, exactly, as f16;
     /// what follows is 0.
@@ -46,11 +47,17 @@ impl Int8 {
 }
 
 impl MmaCode for Int8 {
-    const OFFSET: f32 = 0.0;
-    const UNITS: [f32; 4] = [1.0; 4];
+    const HAS_OFFSET: bool = false;
     const PRODUCT: f32 = 1.0;
-    const ZEROS: u32 = 0;
 
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn units(self) -> [f32; 4] {
+        [1.0; 4]
+    }
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn zeros(self) -> u32 {
+        0
+    }
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn halves(self, codes: u32) -> [u32; 4] {
         /// Bytes 0 and 2, and bytes 1 and 3, each below one of the second operand.
@@ -66,17 +73,19 @@ impl MmaCode for Int8 {
 }
 
 impl MmaCode for Int4 {
-    const OFFSET: f32 = 8.0;
-    /// The lowest bit of a half counts 2^-24 where its exponent is 0, the fifth one 2^-20.
-    const UNITS: [f32; 4] = [
-        1.0 / (1 << 24) as f32,
-        1.0 / (1 << 20) as f32,
-        1.0 / (1 << 24) as f32,
-        1.0 / (1 << 20) as f32,
-    ];
+    const HAS_OFFSET: bool = true;
     const PRODUCT: f32 = 1.0 / (1 << 10) as f32;
-    const ZEROS: u32 = 0x8888_8888;
 
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn units(self) -> [f32; 4] {
+        /// The lowest bit of a half counts 2^-24 where its exponent is 0, the fifth one 2^-20.
+        const UNITS: [f32; 2] = [1.0 / (1 << 24) as f32, 1.0 / (1 << 20) as f32];
+        [UNITS[0], UNITS[1], UNITS[0], UNITS[1]]
+    }
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn zeros(self) -> u32 {
+        0x8888_8888
+    }
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn halves(self, codes: u32) -> [u32; 4] {
         const LOWER: u32 = 0x000f_000f;
@@ -99,11 +108,17 @@ impl MmaCode for Int4 {
 const CONVERTS_FLOAT8: bool = cfg!(any(not(target_arch = "nvptx64"), target_feature = "sm_89"));
 
 impl MmaCode for Float8 {
-    const OFFSET: f32 = 0.0;
-    const UNITS: [f32; 4] = [1.0; 4];
+    const HAS_OFFSET: bool = false;
     const PRODUCT: f32 = 1.0;
-    const ZEROS: u32 = 0;
 
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn units(self) -> [f32; 4] {
+        [1.0; 4]
+    }
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn zeros(self) -> u32 {
+        0
+    }
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn halves(self, codes: u32) -> [u32; 4] {
         /// Bytes 0 and 2, then 1 and 3.
@@ -126,29 +141,109 @@ impl MmaCode for Float8 {
     }
 }
 
-/// Words of both formats, of which one is taken: no branch comes between products, and where the
-/// format is a constant ptxas computes one alone.
-impl MmaCode for Bits8 {
-    const OFFSET: f32 = 0.0;
-    const UNITS: [f32; 4] = [1.0; 4];
-    const PRODUCT: f32 = 1.0;
-    const ZEROS: u32 = 0;
+impl Float4 {
+    /// Bytes of zeros below the bytes 0 and 2 of a word.
+    const EVEN_BYTES: u32 = 0x2404;
+    /// The others in place.
+    const ODD_BYTES: u32 = 0xff00_ff00;
 
+    /// Of the code in the upper half of each byte, the upper byte of a half: its sign, and exponent
+    /// and mantissa where the half's exponent ends. The half is the code times 2^-14, also where
+    /// both have an exponent of 0.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn halves(self, codes: u32) -> [u32; 4] {
-        self.one_of(Int8.halves(codes), Float8.halves(codes))
-    }
-    #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn in_order(self, codes: u32) -> [u32; 4] {
-        self.one_of(Int8.in_order(codes), Float8.in_order(codes))
+    fn upper_bytes(codes: u32) -> u32 {
+        const SIGNS: u32 = 0x8080_8080;
+        const SIZES: u32 = 0x0e0e_0e0e;
+        codes & SIGNS | codes >> 3 & SIZES
     }
 }
 
-impl Bits8 {
+impl MmaCode for Float4 {
+    const HAS_OFFSET: bool = false;
+    const PRODUCT: f32 = Int4::PRODUCT;
+
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn one_of(self, of_int8: [u32; 4], of_float8: [u32; 4]) -> [u32; 4] {
-        core::array::from_fn(|i| if self.is_float { of_float8[i] } else { of_int8[i] })
+    fn units(self) -> [f32; 4] {
+        [1.0 / (1 << 14) as f32; 4]
     }
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn zeros(self) -> u32 {
+        0
+    }
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn halves(self, codes: u32) -> [u32; 4] {
+        let (even, odd) = (Self::upper_bytes(codes << 4), Self::upper_bytes(codes));
+        [
+            prmt(even, 0, Self::EVEN_BYTES),
+            prmt(odd, 0, Self::EVEN_BYTES),
+            even & Self::ODD_BYTES,
+            odd & Self::ODD_BYTES,
+        ]
+    }
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn in_order(self, codes: u32) -> [u32; 4] {
+        /// Byte 0 of both operands, each above another one.
+        const BOTH: u32 = 0x4400;
+        /// 2^14, twice.
+        const UNIT: u32 = 0x7400_7400;
+        let (even, odd) = (Self::upper_bytes(codes << 4), Self::upper_bytes(codes));
+        let of_byte =
+            |i: u32| mul_f16x2(prmt(even, odd, BOTH + 0x1111 * i) & Self::ODD_BYTES, UNIT);
+        [of_byte(0), of_byte(1), of_byte(2), of_byte(3)]
+    }
+}
+
+/// Words of both formats, of which one is taken: no branch comes between products, and where the
+/// format is a constant ptxas computes one alone.
+impl MmaCode for Bits4 {
+    const HAS_OFFSET: bool = true;
+    const PRODUCT: f32 = Int4::PRODUCT;
+
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn units(self) -> [f32; 4] {
+        let (of_int4, of_float4) = (Int4.units(), Float4.units());
+        core::array::from_fn(|i| if self.is_float { of_float4[i] } else { of_int4[i] })
+    }
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn zeros(self) -> u32 {
+        if self.is_float { Float4.zeros() } else { Int4.zeros() }
+    }
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn halves(self, codes: u32) -> [u32; 4] {
+        one_of(self.is_float, Int4.halves(codes), Float4.halves(codes))
+    }
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn in_order(self, codes: u32) -> [u32; 4] {
+        one_of(self.is_float, Int4.in_order(codes), Float4.in_order(codes))
+    }
+}
+
+/// The same of 8 bits.
+impl MmaCode for Bits8 {
+    const HAS_OFFSET: bool = false;
+    const PRODUCT: f32 = 1.0;
+
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn units(self) -> [f32; 4] {
+        [1.0; 4]
+    }
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn zeros(self) -> u32 {
+        0
+    }
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn halves(self, codes: u32) -> [u32; 4] {
+        one_of(self.is_float, Int8.halves(codes), Float8.halves(codes))
+    }
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn in_order(self, codes: u32) -> [u32; 4] {
+        one_of(self.is_float, Int8.in_order(codes), Float8.in_order(codes))
+    }
+}
+
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+fn one_of(is_float: bool, of_integers: [u32; 4], of_floats: [u32; 4]) -> [u32; 4] {
+    core::array::from_fn(|i| if is_float { of_floats[i] } else { of_integers[i] })
 }
 
 /// Two numbers of format e4m3, in bytes 1 and 3, as halves. Exponent and mantissa one bit further
@@ -172,12 +267,16 @@ mod tests {
     use crate::simt::f16_to_f32;
 
     fn check<C: MmaCode>(code: C) {
+        let zeros = code.halves(code.zeros());
+        assert!(C::HAS_OFFSET || zeros == [0; 4]);
         for codes in (0..1 << 16).map(|i: u32| i | i.wrapping_mul(0x9e37) << 16) {
             let words = code.halves(codes);
             for (i, word) in (0..).zip(words).take(C::PER_HALF_WORD) {
                 for half in 0..2 {
-                    let got = f16_to_f32((word >> (16 * half)) as u16) / C::UNITS[i as usize];
-                    let want = C::OFFSET + code.decode(codes >> (16 * half + i * C::BITS));
+                    let unit = code.units()[i as usize];
+                    let number = |word: u32| f16_to_f32((word >> (16 * half)) as u16) / unit;
+                    let (got, zero) = (number(word), number(zeros[i as usize]));
+                    let want = zero + code.decode(codes >> (16 * half + i * C::BITS));
                     assert!(
                         got == want || got.is_nan() && want.is_nan(),
                         "{codes:#x}: {i}, {half}"
@@ -215,6 +314,8 @@ mod tests {
         check(Int8);
         check(Int4);
         check(Float8);
+        check(Float4);
+        Bits4::FORMATS.iter().for_each(|&format| check(Bits4::of(format as u32)));
         Bits8::FORMATS.iter().for_each(|&format| check(Bits8::of(format as u32)));
     }
 }

@@ -7,7 +7,7 @@ mod mma_code;
 mod quotient;
 mod tanh;
 mod vector;
-pub use code::{Bits8, Code, Float8, Format, Int4, Int8, magnitude};
+pub use code::{Bits4, Bits8, Code, Float4, Float8, Format, Int4, Int8, magnitude};
 pub use divisor::Divisor;
 pub use element::{DType, Element, MmaElement, bf16, e4m3, f16};
 pub use mma_code::MmaCode;

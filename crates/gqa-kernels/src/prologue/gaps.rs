@@ -24,7 +24,7 @@ use crate::concept::mask::Visible;
 use crate::concept::pages::Sequence;
 use crate::concept::scales::{ScalesPer, are_of_rows};
 use crate::concept::softmax::PlainState;
-use crate::num::{Bits8, Code, Element, Format, Int4, tanh, unpack};
+use crate::num::{Bits4, Bits8, Code, Element, Format, tanh, unpack};
 use crate::params::{PagedGapsParams, PagedParams, sink};
 use crate::simt::{
     Global, Rolled, Shared, any_sync, fma, lane, shfl_idx_f32, shfl_idx_u32, sync_warp, warp,
@@ -347,9 +347,9 @@ impl<T: Element> Cache<T> {
     /// The quantized value of element `e` of a row that starts at byte `start`.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn decode(&self, format: u32, start: usize, e: u32) -> f32 {
-        if format == Format::Int4 as u32 {
+        if Format::has_four_bits(format) {
             let byte = self.codes.load(start + e as usize / 2);
-            return Int4.decode(u32::from(byte) >> (4 * (e % 2)));
+            return Bits4::of(format).decode(u32::from(byte) >> (4 * (e % 2)));
         }
         let code = u32::from(self.codes.load(start + e as usize));
         Bits8::of(format).decode(code)

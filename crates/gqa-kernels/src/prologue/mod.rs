@@ -30,12 +30,11 @@
 //! | `rolling_kv`, `rolling_lengths`, `rolling_bias` | a rolling KV cache, as one that does not roll | [`rolling`] |
 
 /// Evaluates an expression with the [`Code`](crate::num::Code) of the format that a parameter
-/// names: one of 8 bits, or `Int4`. Which, is a constant of the kernel's text once a plan is
-/// loaded.
+/// names, of 4 or of 8 bits. Which, is a constant of the kernel's text once a plan is loaded.
 macro_rules! with_code {
     ($format:expr, |$code:ident| $body:expr) => {
-        if $format == crate::num::Format::Int4 as u32 {
-            let $code = crate::num::Int4;
+        if crate::num::Format::has_four_bits($format) {
+            let $code = <crate::num::Bits4 as crate::num::Code>::of($format);
             $body
         } else {
             let $code = <crate::num::Bits8 as crate::num::Code>::of($format);

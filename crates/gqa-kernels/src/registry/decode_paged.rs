@@ -1,7 +1,7 @@
 //! The same over paged KV caches.
 
 use crate::attention::decode;
-use crate::num::{Bits8, Code, Int4, bf16, f16};
+use crate::num::{Bits4, Bits8, Code, bf16, f16};
 use crate::params::PagedDecodeParams;
 
 #[cfg(not(target_arch = "nvptx64"))]
@@ -86,17 +86,17 @@ decode_paged_quantized_kernels!(DECODE_PAGED_QUANTIZED, {
     gqa_decode_paged_q8_f16_d256_r8, gqa_decode_paged_q8_bf16_d256_r8 => decode::D256Quantized8<1>, Bits8, 1;
     gqa_decode_paged_q8_f16_d256_r16, gqa_decode_paged_q8_bf16_d256_r16 => decode::D256Quantized8<2>, Bits8, 1;
     gqa_decode_paged_q8_f16_d256_r8_w4, gqa_decode_paged_q8_bf16_d256_r8_w4 => decode::D256Quantized8W4<1>, Bits8, 2;
-    gqa_decode_paged_i4_f16_d64_r8, gqa_decode_paged_i4_bf16_d64_r8 => decode::D64Quantized4<1>, Int4, 1;
-    gqa_decode_paged_i4_f16_d64_r16, gqa_decode_paged_i4_bf16_d64_r16 => decode::D64Quantized4<2>, Int4, 1;
-    gqa_decode_paged_i4_f16_d64_r16_w4, gqa_decode_paged_i4_bf16_d64_r16_w4 => decode::D64Quantized4W4<2>, Int4, 2;
-    gqa_decode_paged_i4_f16_d128_r8, gqa_decode_paged_i4_bf16_d128_r8 => decode::D128Quantized4<1>, Int4, 1;
-    gqa_decode_paged_i4_f16_d128_r16, gqa_decode_paged_i4_bf16_d128_r16 => decode::D128Quantized4<2>, Int4, 1;
-    gqa_decode_paged_i4_f16_d128_r16_w4, gqa_decode_paged_i4_bf16_d128_r16_w4 => decode::D128Quantized4W4<2>, Int4, 2;
-    gqa_decode_paged_i4_f16_d256_r8, gqa_decode_paged_i4_bf16_d256_r8 => decode::D256Quantized4<1>, Int4, 1;
-    gqa_decode_paged_i4_f16_d256_r16, gqa_decode_paged_i4_bf16_d256_r16 => decode::D256Quantized4<2>, Int4, 1;
-    gqa_decode_paged_i4_f16_d256_r8_w4, gqa_decode_paged_i4_bf16_d256_r8_w4 => decode::D256Quantized4W4<1>, Int4, 2;
+    gqa_decode_paged_i4_f16_d64_r8, gqa_decode_paged_i4_bf16_d64_r8 => decode::D64Quantized4<1>, Bits4, 1;
+    gqa_decode_paged_i4_f16_d64_r16, gqa_decode_paged_i4_bf16_d64_r16 => decode::D64Quantized4<2>, Bits4, 1;
+    gqa_decode_paged_i4_f16_d64_r16_w4, gqa_decode_paged_i4_bf16_d64_r16_w4 => decode::D64Quantized4W4<2>, Bits4, 2;
+    gqa_decode_paged_i4_f16_d128_r8, gqa_decode_paged_i4_bf16_d128_r8 => decode::D128Quantized4<1>, Bits4, 1;
+    gqa_decode_paged_i4_f16_d128_r16, gqa_decode_paged_i4_bf16_d128_r16 => decode::D128Quantized4<2>, Bits4, 1;
+    gqa_decode_paged_i4_f16_d128_r16_w4, gqa_decode_paged_i4_bf16_d128_r16_w4 => decode::D128Quantized4W4<2>, Bits4, 2;
+    gqa_decode_paged_i4_f16_d256_r8, gqa_decode_paged_i4_bf16_d256_r8 => decode::D256Quantized4<1>, Bits4, 1;
+    gqa_decode_paged_i4_f16_d256_r16, gqa_decode_paged_i4_bf16_d256_r16 => decode::D256Quantized4<2>, Bits4, 1;
+    gqa_decode_paged_i4_f16_d256_r8_w4, gqa_decode_paged_i4_bf16_d256_r8_w4 => decode::D256Quantized4W4<1>, Bits4, 2;
     gqa_decode_paged_padded_q8_f16_d128_r16_w4, gqa_decode_paged_padded_q8_bf16_d128_r16_w4 => decode::UpTo128Quantized8<2>, Bits8, 2;
     gqa_decode_paged_padded_q8_f16_d256_r8_w4, gqa_decode_paged_padded_q8_bf16_d256_r8_w4 => decode::UpTo256Quantized8<1>, Bits8, 2;
-    gqa_decode_paged_padded_i4_f16_d128_r16_w4, gqa_decode_paged_padded_i4_bf16_d128_r16_w4 => decode::UpTo128Quantized4<2>, Int4, 2;
-    gqa_decode_paged_padded_i4_f16_d256_r8_w4, gqa_decode_paged_padded_i4_bf16_d256_r8_w4 => decode::UpTo256Quantized4<1>, Int4, 2;
+    gqa_decode_paged_padded_i4_f16_d128_r16_w4, gqa_decode_paged_padded_i4_bf16_d128_r16_w4 => decode::UpTo128Quantized4<2>, Bits4, 2;
+    gqa_decode_paged_padded_i4_f16_d256_r8_w4, gqa_decode_paged_padded_i4_bf16_d256_r8_w4 => decode::UpTo256Quantized4<1>, Bits4, 2;
 });

@@ -63,7 +63,7 @@ macro_rules! quantized_kernels {
         kernels!($table, Prologue: $role, "family-prologue", $args, { $(
             $name => quantized_kernels!(@body $body, $t, $more), T = $t, {
                 head_size: 0, rows: 0, keys: 0, threads: prologue::THREADS, min_blocks: $min_blocks, shared: 0, hot: true, min_sm: 70,
-                formats: &[Format::Int8, Format::Int4, Format::Float8] };
+                formats: &Format::ALL };
         )* });
     };
     (@body $body:ident, $t:ident, [$($more:tt)*]) => { $body::<$t, $($more)*> };

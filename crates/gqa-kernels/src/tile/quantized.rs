@@ -27,8 +27,8 @@ pub fn zero_scores<C: MmaCode, const M: usize, const D8: usize>(
     queries: impl Fn(usize) -> [[[u32; 2]; M]; 2],
 ) -> [[f32; 2]; M] {
     let mut scores = [[0.0; 4]; M];
-    if C::OFFSET != 0.0 {
-        let zeros = code.halves(C::ZEROS);
+    if C::HAS_OFFSET {
+        let zeros = code.halves(code.zeros());
         for depth in 0..D8 / 2 {
             let [low, high] = queries(depth);
             let step = 2 * depth % C::PER_HALF_WORD;
@@ -103,8 +103,8 @@ pub fn accumulate<
                 [low, high].map(|block| f16::pack(block[2 * half], block[2 * half + 1]))
             })
         });
-        if C::OFFSET != 0.0 {
-            let [low, high, ..] = code.halves(C::ZEROS);
+        if C::HAS_OFFSET {
+            let [low, high, ..] = code.halves(code.zeros());
             for m in 0..M {
                 for half in 0..HALVES {
                     f16::mma(&mut zeros[m][half], [low, high, low, high], b[m][half]);
@@ -132,7 +132,7 @@ pub fn accumulate<
             }
         }
     }
-    if C::OFFSET != 0.0 {
+    if C::HAS_OFFSET {
         subtract::<M, HALVES, D8>(out, &zeros);
     }
 }

@@ -3,7 +3,7 @@
 use crate::support::{Layout, Random, Rows, unit, wide};
 use bytemuck::Zeroable;
 use gqa_kernels::attention::decode;
-use gqa_kernels::num::{Code, DType, Element, Float8, Format, Int4, Int8, bf16, f16};
+use gqa_kernels::num::{Code, DType, Element, Float4, Float8, Format, Int4, Int8, bf16, f16};
 use gqa_kernels::params::{AttentionParams, DecodeParams, RotaryParams, Strides, scales, sink};
 use gqa_kernels::registry::{Entry, find};
 use gqa_sim::{Arg, Launch, launch};
@@ -44,7 +44,7 @@ struct Case {
 }
 
 fn case(head_size: u32) -> impl Strategy<Value = Case> {
-    let formats = prop_oneof![Just(Format::Int8), Just(Format::Int4), Just(Format::Float8)];
+    let formats = proptest::sample::select(&Format::ALL);
     let types = prop_oneof![Just(DType::F16), Just(DType::BF16)];
     let shape = (1..=2u32, 1..=4u32, prop_oneof![Just(1u32), Just(3)], any::<bool>());
     let totals = proptest::collection::vec(prop_oneof![0..=12u32, 0..=900u32], 1..=2);
@@ -115,7 +115,7 @@ fn case(head_size: u32) -> impl Strategy<Value = Case> {
 
 impl Case {
     fn entry(&self) -> &'static Entry {
-        let format = if self.format == Format::Int4 { "i4" } else { "q8" };
+        let format = if self.format.bits() == 4 { "i4" } else { "q8" };
         let dtype = if self.dtype == DType::F16 { "f16" } else { "bf16" };
         let name = match self.head_size {
             size @ (64 | 128 | 256) => format!("{format}_{dtype}_d{size}_r{}", self.rows),
@@ -534,9 +534,11 @@ fn run_any(case: &Case) -> Result<(), TestCaseError> {
         (DType::F16, Format::Int8) => run::<f16>(Int8, case),
         (DType::F16, Format::Int4) => run::<f16>(Int4, case),
         (DType::F16, Format::Float8) => run::<f16>(Float8, case),
+        (DType::F16, Format::Float4) => run::<f16>(Float4, case),
         (_, Format::Int8) => run::<bf16>(Int8, case),
         (_, Format::Int4) => run::<bf16>(Int4, case),
         (_, Format::Float8) => run::<bf16>(Float8, case),
+        (_, Format::Float4) => run::<bf16>(Float4, case),
     }
 }
 

@@ -1098,7 +1098,7 @@ fn a_step_pads_heads_that_have_no_kernel_of_their_own() {
         let tile = if size < 128 { "d128_r16_w4" } else { "d256_r8_w4" };
         let paged = of_size(over_blocks(8, 1, 500), size);
         let mut steps = vec![(paged.clone(), format!("decode_paged_padded_f16_{tile}"))];
-        for (format, name) in CODES.into_iter().zip(["q8", "i4", "q8"]) {
+        for (format, name) in CODES.into_iter().zip(["q8", "i4", "q8", "i4"]) {
             if name != "i4" || size % 32 == 0 {
                 let step = of_size(quantized(llama(1, 4096), format), size);
                 steps.push((step, format!("decode_padded_{name}_f16_{tile}")));
@@ -1119,7 +1119,7 @@ fn a_step_pads_heads_that_have_no_kernel_of_their_own() {
     assert_eq!(why, "has no tile for head size 80");
 }
 
-const CODES: [QuantFormat; 3] = [QuantFormat::Int8, QuantFormat::Int4, QuantFormat::Float8];
+const CODES: [QuantFormat; 4] = QuantFormat::ALL;
 const SCALES: [Scales; 3] = [Scales::PerTensor, Scales::PerHead, Scales::PerChannel];
 
 fn quantized(problem: Problem, format: QuantFormat) -> Problem {
@@ -1134,7 +1134,7 @@ fn nine_long_sequences_of_8_bits_take_clusters_of_four() {
         plan(&p, &device("h200"), &PlanOptions::default()).unwrap().launches[0].cluster
     };
     for format in CODES {
-        let long = if format == QuantFormat::Int4 { 1 } else { 4 };
+        let long = if format.bits() == 4 { 1 } else { 4 };
         assert_eq!([cluster(format, 1023), cluster(format, 8191)], [1, long], "{format:?}");
     }
 }
@@ -1142,7 +1142,7 @@ fn nine_long_sequences_of_8_bits_take_clusters_of_four() {
 #[test]
 fn a_step_reads_codes_where_it_can() {
     let off = PlanOptions::default();
-    for (format, kernel) in CODES.into_iter().zip(["q8", "i4", "q8"]) {
+    for (format, kernel) in CODES.into_iter().zip(["q8", "i4", "q8", "i4"]) {
         let step = quantized(llama(1, 4096), format);
         assert_eq!(kernels(&step, &off), [format!("decode_{kernel}_f16_d128_r8")]);
         let normed = with(step.clone(), |p| p.qk_norm = Some(QK_NORM));
@@ -1176,7 +1176,7 @@ fn rows_with_scales_of_their_own_are_read_by_decode_alone() {
         let how = Quantization { format, scales: Scales::PerToken };
         with(problem, |p| p.quantized = Some(how))
     };
-    for (format, kernel) in CODES.into_iter().zip(["q8", "i4", "q8"]) {
+    for (format, kernel) in CODES.into_iter().zip(["q8", "i4", "q8", "i4"]) {
         let step = of_rows(llama(1, 4096), format);
         assert_eq!(kernels(&step, &off), [format!("decode_{kernel}_f16_d128_r8")]);
         let paged = of_rows(over_blocks(8, 1, 500), format);

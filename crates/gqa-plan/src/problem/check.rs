@@ -7,7 +7,6 @@ use super::{
     Quantization, RowStrides, Scales, Sink, greatest_unit,
 };
 use crate::limits::{MAX_HEAD_SIZE, MAX_HEADS, addressable, check_rows};
-use crate::problem::QuantFormat;
 use gqa_tensor::{DType, Error, Result};
 
 /// Errs where a rule is broken; `why` has the value and the allowed ones.
@@ -278,7 +277,7 @@ impl ProblemFields {
         refuse(self.is_external() || !self.has_like_values(), "quantized", || {
             ("one", "none, except over a cache with keys and values of one type and size")
         })?;
-        let is_whole = quantized.format != QuantFormat::Int4 || size.is_multiple_of(2);
+        let is_whole = quantized.format.bits() != 4 || size.is_multiple_of(2);
         refuse(!is_whole, "heads.size", || (size, "an even number, over 4-bit values"))?;
         let moves_vectors = self.slides || self.pages.is_some();
         let vectors = (size / elements).is_multiple_of(Problem::VECTOR_BYTES);

@@ -149,8 +149,8 @@ pub enum Scales {
     /// Per token and KV head. These scales are part of the cache: tensors of its shape without the
     /// last dimension, which a call that appends rows writes as well.
     ///
-    /// A row's scale is its largest absolute value divided by the largest quantized value (127, 7
-    /// or 448). It is 1 where the quotient is zero, subnormal or infinite. NaN is ignored.
+    /// A row's scale is its largest absolute value divided by the largest quantized value (127, 7,
+    /// 448 or 6). It is 1 where the quotient is zero, subnormal or infinite. NaN is ignored.
     PerToken,
 }
 
@@ -171,14 +171,14 @@ impl Quantization {
     pub fn dtype(self) -> DType {
         match self.format {
             QuantFormat::Int8 => DType::I8,
-            QuantFormat::Int4 => DType::U8,
+            QuantFormat::Int4 | QuantFormat::Float4 => DType::U8,
             QuantFormat::Float8 => DType::F8E4M3,
         }
     }
 
     /// Quantized values per element of the cache's tensors: 2 for 4-bit values.
     pub fn codes_per_element(self) -> usize {
-        if self.format == QuantFormat::Int4 { 2 } else { 1 }
+        if self.format.bits() == 4 { 2 } else { 1 }
     }
 }
 

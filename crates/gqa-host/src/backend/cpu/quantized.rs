@@ -1,7 +1,7 @@
 //! Quantization and dequantization of cache rows.
 
 use gqa_cpu::{CacheElement, Starts, StoredRows, StoredTile};
-use gqa_kernels::num::{Code, Float8, Int4, Int8, magnitude};
+use gqa_kernels::num::{Code, Float4, Float8, Int4, Int8, magnitude};
 use gqa_plan::plan::{TensorId, Tensors};
 use gqa_plan::{Problem, QuantFormat, Quantization, Scales};
 use gqa_tensor::{CacheView, Error, Result, TensorView};
@@ -91,6 +91,7 @@ impl<'a> Codes<'a> {
             QuantFormat::Int8 => widen::<gqa_cpu::Int8>(scales, rows),
             QuantFormat::Float8 => widen::<gqa_cpu::Float8>(scales, rows),
             QuantFormat::Int4 => widen::<gqa_cpu::Int4>(scales, rows),
+            QuantFormat::Float4 => widen::<gqa_cpu::Float4>(scales, rows),
         }
     }
 
@@ -106,6 +107,7 @@ impl<'a> Codes<'a> {
             QuantFormat::Int8 => StoredTile::Int8(rows(bytes, starts, sizes)),
             QuantFormat::Float8 => StoredTile::Float8(rows(bytes, starts, sizes)),
             QuantFormat::Int4 => StoredTile::Int4(rows(bytes, starts, sizes)),
+            QuantFormat::Float4 => StoredTile::Float4(rows(bytes, starts, sizes)),
         }
     }
 
@@ -140,6 +142,7 @@ pub(super) fn encode_by_itself(format: QuantFormat, row: &[f32], to: &mut [u8]) 
         QuantFormat::Int8 => Int8.row_scale(largest),
         QuantFormat::Int4 => Int4.row_scale(largest),
         QuantFormat::Float8 => Float8.row_scale(largest),
+        QuantFormat::Float4 => Float4.row_scale(largest),
     };
     encode(format, row, |_| scale, to);
     scale
@@ -149,18 +152,20 @@ pub(super) fn encode_by_itself(format: QuantFormat, row: &[f32], to: &mut [u8]) 
 fn encode(format: QuantFormat, row: &[f32], scale: impl Fn(usize) -> f32, to: &mut [u8]) {
     let quotient = |i: usize| row[i] / scale(i);
     match format {
-        QuantFormat::Int8 => {
-            let codes = (0..row.len()).map(|i| Int8.encode(quotient(i)) as u8);
-            to.iter_mut().zip(codes).for_each(|(to, code)| *to = code);
-        }
-        QuantFormat::Float8 => {
-            let codes = (0..row.len()).map(|i| Float8.encode(quotient(i)) as u8);
-            to.iter_mut().zip(codes).for_each(|(to, code)| *to = code);
-        }
-        QuantFormat::Int4 => {
-            let code = |i| Int4.encode(quotient(i)) as u8;
-            to.iter_mut().enumerate().for_each(|(i, to)| *to = code(2 * i) | code(2 * i + 1) << 4);
-        }
+        QuantFormat::Int8 => bytes(Int8, quotient, to),
+        QuantFormat::Float8 => bytes(Float8, quotient, to),
+        QuantFormat::Int4 => bytes(Int4, quotient, to),
+        QuantFormat::Float4 => bytes(Float4, quotient, to),
+    }
+}
+
+/// The quantized values of quotients, one or two to a byte.
+fn bytes<C: Code>(code: C, quotient: impl Fn(usize) -> f32, to: &mut [u8]) {
+    for (i, to) in to.iter_mut().enumerate() {
+        *to = match C::BITS {
+            4 => code.encode_two([quotient(2 * i), quotient(2 * i + 1)]) as u8,
+            _ => code.encode(quotient(i)) as u8,
+        };
     }
 }
 

@@ -38,8 +38,8 @@ pub struct PagedInputs<'a> {
     pub k_scale: Option<&'a Tensor>,
     /// The same of values
     pub v_scale: Option<&'a Tensor>,
-    /// int32 (2) or (3): bounds on the new tokens and on the length of a sequence, 0: not known;
-    /// and the least number of tokens of some sequence
+    /// int32 (2) or (3): bounds on the new tokens and on the length of a sequence; and the least
+    /// length that the longest sequence may have, which is checked and not used. 0: not known
     pub attention_metadata: Option<&'a Tensor>,
 }
 

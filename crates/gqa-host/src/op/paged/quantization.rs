@@ -17,8 +17,16 @@ pub(super) fn quantization(
     check_types(how, op.v_quant_type)?;
     check_name("k_cache_dtype", &op.k_cache_dtype, "key_cache", key_cache)?;
     check_name("v_cache_dtype", &op.v_cache_dtype, "value_cache", inputs.value_cache.dtype)?;
+    if key_cache == inputs.value_cache.dtype && op.is_float4() != (op.v_cache_dtype == FLOAT4) {
+        let (got, key) = (&op.v_cache_dtype, &op.k_cache_dtype);
+        let allowed = format!("{key:?}, as k_cache_dtype");
+        return Err(Error::invalid("v_cache_dtype", format!("{got:?}"), allowed));
+    }
     let Some(scales) = how.scales() else { return no_scales(inputs).map(|()| None) };
-    let format = format(key_cache, how)?;
+    let format = match format(key_cache, how)? {
+        QuantFormat::Int4 if op.is_float4() => QuantFormat::Float4,
+        format => format,
+    };
     if let Some(count) = scales.count(kv_heads, head_size) {
         check_scales(how, count, [inputs.k_scale, inputs.v_scale])?;
     }
@@ -32,13 +40,28 @@ pub(super) fn quantization(
     Ok(Some(quantized))
 }
 
+/// The name of 4-bit floats.
+const FLOAT4: &str = "float4e2m1";
+
+impl PagedAttention {
+    fn is_float4(&self) -> bool {
+        self.k_cache_dtype == FLOAT4
+    }
+}
+
 /// Checks that the attribute matches the cache's type.
 fn check_name(argument: &'static str, name: &str, cache: &'static str, dtype: DType) -> Result<()> {
-    let held = if dtype == DType::U8 { "int4".to_owned() } else { dtype.to_string() };
-    if name == held || name.is_empty() && dtype != DType::U8 {
-        return Ok(());
+    let (fits, held) = match dtype {
+        DType::U8 => (name == "int4" || name == FLOAT4, format!("\"int4\" or {FLOAT4:?}")),
+        _ => (name.is_empty() || name == dtype.to_string(), format!("\"{dtype}\"")),
+    };
+    match fits {
+        true => Ok(()),
+        false => {
+            let allowed = format!("{held}, as {cache} is {dtype}");
+            Err(Error::invalid(argument, format!("{name:?}"), allowed))
+        }
     }
-    Err(Error::invalid(argument, format!("{name:?}"), format!("{held:?}, as {cache} is {dtype}")))
 }
 
 fn no_scales(inputs: &PagedShapes<'_>) -> Result<()> {

@@ -17,6 +17,10 @@ pub(super) fn quantization(
     if !matches!(bits, 0 | 4 | 8) {
         return Err(Error::invalid("kv_cache_bit_width", bits, "0, 4 or 8"));
     }
+    if op.float4_cache && bits != 4 {
+        let got = format!("true with kv_cache_bit_width = {bits}");
+        return Err(Error::invalid("float4_cache", got, "false, or kv_cache_bit_width = 4"));
+    }
     check_types(how, op.v_quant_type)?;
     let scales = match (how.scales(), bits) {
         (None, 0) => return Ok(None),
@@ -35,7 +39,11 @@ pub(super) fn quantization(
         Some(count) => check_scales(how, count, given)?,
         None => lie_beside_the_cache(op, cache)?,
     }
-    Ok(Some(Quantization { format: format(inputs.past_key, bits)?, scales }))
+    let format = match format(inputs.past_key, bits)? {
+        QuantFormat::Int4 if op.float4_cache => QuantFormat::Float4,
+        format => format,
+    };
+    Ok(Some(Quantization { format, scales }))
 }
 
 /// Checks that keys and values have the same quantization.

@@ -1,8 +1,8 @@
 //! A quantized KV cache.
 //!
-//! Products are those of halves, which hold every code exactly, four bits with 8 too much: what
-//! that adds to scores is subtracted where they begin, and what it adds to a tile's values behind
-//! them.
+//! Products are those of halves, which hold every code exactly, integers of four bits with 8 too
+//! much: what that adds to scores is subtracted where they begin, and what it adds to a tile's
+//! values behind them.
 //!
 //! A query times the scales of its keys' channels is divided by one power of two for all rows of
 //! the tile, the largest that is not above the tile's largest number, and rounded to a half; scores
@@ -154,14 +154,14 @@ impl<T: MmaElement, F: MmaCode> Cached for Codes<T, F> {
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn prepare<const D8: usize, const UNITS: usize>(
-        _: Coding<F>,
+        coding: Coding<F>,
         tiles: &Tiles<Self, D8, UNITS>,
         staging: ScaleStaging,
         block: Block,
     ) -> f32 {
         let scaled = Scaled::of(tiles, staging, block);
         let unit = scaled.unit(staging, block);
-        scaled.store::<F, D8>(tiles.operands, block, 1.0 / unit);
+        scaled.store::<F, D8>(coding.code, tiles.operands, block, 1.0 / unit);
         sync_threads();
         unit / F::PRODUCT
     }
@@ -226,11 +226,12 @@ impl<T: MmaElement, F: MmaCode> Cached for Codes<T, F> {
         staging: ScaleStaging,
         unit: f32,
     ) {
+        let units = coding.code.units();
         for block in 0..D8 {
             let start = first_channel(block as u32, Self::GROUP);
             let of_channel = staging.values.load(start + lane() / 4 * Self::GROUP);
             let scale = if coding.by_row { unit } else { of_channel };
-            let per_unit = 1.0 / F::UNITS[block % F::PER_HALF_WORD];
+            let per_unit = 1.0 / units[block % F::PER_HALF_WORD];
             for m in 0..M {
                 out[block][m] = out[block][m].map(|half| half.map(|sum| sum * per_unit * scale));
             }
@@ -330,15 +331,17 @@ impl Scaled {
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn store<F: MmaCode, const D8: usize>(
         self,
+        code: F,
         tile: Swizzled<f16, D8>,
         block: Block,
         factor: f32,
     ) {
+        let units = code.units();
         for pass in 0..PASSES {
             let Some((row, unit)) = place_of::<D8>(pass, block) else { return };
             let (order, values) = (Order::of::<F>(unit * UNIT), self.0[pass]);
             for word in 0..4 {
-                let factor = factor * (F::PRODUCT / F::UNITS[word % F::PER_HALF_WORD]);
+                let factor = factor * (F::PRODUCT / units[word % F::PER_HALF_WORD]);
                 let [low, high] = order.columns[word].map(|column| values[column] * factor);
                 let column = order.places[word];
                 let place = tile.place(row, column / UNIT).offset(column % UNIT);

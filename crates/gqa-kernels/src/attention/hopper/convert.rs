@@ -14,7 +14,7 @@ use super::operand::Operand;
 use super::ring::Ring;
 use super::shape::{Tile, WARPGROUP, swizzled};
 use super::work::Slot;
-use crate::num::{Float8, Format, Int4, Int8, MmaCode};
+use crate::num::{Float4, Float8, Format, Int4, Int8, MmaCode};
 use crate::simt::*;
 
 /// Columns that a thread converts at a time.
@@ -37,6 +37,8 @@ pub(super) fn run<S: Tile, P: Operand>(base: u32, format: u32) {
         run_in::<S, _>(Int8, base);
     } else if format == Format::Int4 as u32 {
         run_in::<S, _>(Int4, base);
+    } else if format == Format::Float4 as u32 {
+        run_in::<S, _>(Float4, base);
     } else {
         run_in::<S, _>(Float8, base);
     }

@@ -207,7 +207,7 @@ fn has_few_row_tiles(call: &Call<'_>, entry: &Entry) -> Result<(), Rejection> {
 fn values_per_element(entry: &Entry) -> u32 {
     match entry.formats {
         [] => 1,
-        [Format::Int4] => 4,
+        [Format::Int4, ..] => 4,
         _ => 2,
     }
 }
@@ -238,7 +238,7 @@ pub(in crate::plan) fn in_halves(kernel: &Kernel, device: &DeviceInfo) -> Option
 fn halves_like(half: &Entry) -> Halves {
     match half.formats {
         [] => Halves { slower: 1, tenths: 12, tenths_in_pairs: 36 },
-        [Format::Int4] => Halves { slower: 4, tenths: 34, tenths_in_pairs: 34 },
+        [Format::Int4, ..] => Halves { slower: 4, tenths: 34, tenths_in_pairs: 34 },
         _ => Halves { slower: 4, tenths: 28, tenths_in_pairs: 34 },
     }
 }
@@ -250,7 +250,7 @@ fn tenths_in_pairs(entry: &Entry, device: &DeviceInfo) -> u32 {
     match entry.formats {
         _ if !device.has(Capability::Clusters) => tenths,
         [] => tenths.max(18),
-        [Format::Int4] => tenths,
+        [Format::Int4, ..] => tenths,
         _ => tenths.max(17),
     }
 }
@@ -263,7 +263,7 @@ fn tenths_of_block(entry: &Entry) -> u32 {
     match (entry.rows, entry.formats) {
         (33.., _) if has_wgmma(entry) => 13,
         (33.., _) => 20,
-        (_, [Format::Int4]) => 12,
+        (_, [Format::Int4, ..]) => 12,
         _ => 10,
     }
 }

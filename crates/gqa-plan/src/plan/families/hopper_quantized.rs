@@ -111,7 +111,7 @@ fn key_maps(
     format: QuantFormat,
 ) -> [Arg; 2] {
     let AttentionParams { head_size, capacity, kv_heads, batch, .. } = *params;
-    let per_column = if format == QuantFormat::Int4 { 4 } else { 2 };
+    let per_column = 16 / format.bits();
     let map = |arg, Strides { row, head, batch: entry_stride }: Strides| {
         let strides = Strides {
             row: row / u64::from(per_column),
