@@ -214,6 +214,15 @@ def metadata(batch, table, padded=False):
     )
 
 
+def configured(max_model_len, max_num_batched_tokens=2048, max_num_seqs=64):
+    """What a layer reads of vLLM's configuration."""
+    scheduler = {"max_num_batched_tokens": max_num_batched_tokens, "max_num_seqs": max_num_seqs}
+    return types.SimpleNamespace(
+        model_config=types.SimpleNamespace(max_model_len=max_model_len),
+        scheduler_config=types.SimpleNamespace(**scheduler),
+    )
+
+
 def addresses(planned, tensors):
     """What _calls.addresses does, with what tells kernels their tensors by addresses."""
     named = ((name, tensors[name]) for name in planned.tensors)
@@ -397,7 +406,7 @@ class OnEmulatedGpu(unittest.TestCase):
         empty = torch.empty
         taken = []
         record = lambda *shape, **named: taken.append(shape) or empty(*shape, **named)
-        config = types.SimpleNamespace(model_config=types.SimpleNamespace(max_model_len=1 << 20))
+        config = configured(max_model_len=1 << 20)
         with mock.patch.object(vllm, "CONFIG", config), mock.patch.object(torch, "empty", record):
             for float8 in (None, (0.02, 0.02)):
                 taken.clear()
@@ -518,6 +527,44 @@ class OnEmulatedGpu(unittest.TestCase):
         self.captures = True
         self.check(layer, *self.attend(layer, builder.build(0, told)))
         self.assertEqual((len(self.made), len(self.for_graphs)), (1, 5))
+
+    def test_kernels_of_later_steps_are_compiled_ahead(self):
+        """Once for a kind, when its first step outside of a graph begins: all that random steps
+        have."""
+        rows, sequences, keys = limits = 2048, 64, 4096
+        ahead, begun = sys.modules["gqa.vllm._ahead"], []
+        begins, planned = ahead.begin, _launch._of_call(emulated.planned)
+        begin = lambda asked, most: begun.append((most, begins(asked, most)))
+        with mock.patch.object(vllm, "CONFIG", configured(keys, rows, sequences)):
+            layer = self.layer(Batch([(1, 50), (20, 20)]))
+        told, builder = metadata(layer.batch, layer.table), self.builder()
+        with mock.patch.multiple(ahead, begin=begin, plan=planned):
+            self.attend(layer, builder.build_for_cudagraph_capture(told))
+            self.assertEqual(begun, [])
+            for _ in range(2):
+                self.attend(layer, builder.build(0, told))
+            [(most, futures)] = begun
+            made = [future.result() for future in futures]
+        self.assertEqual(most, limits)
+        compiled = {name for one in made for name in one.plan.call.kernels("h200")}
+        for numbers in (one.plan.numbers for one in made):
+            self.assertTrue(numbers[1] <= rows and numbers[0] <= sequences and numbers[4] <= keys)
+        _, *given = self.calls.asked(builder.build(0, told), self.given(layer))
+        random, needed = np.random.default_rng(63), set()
+        for _ in range(300):
+            lengths = np.ones(random.integers(1, sequences + 1), int)
+            lengths[: random.integers(1, 4)] = 2 ** random.uniform(1, 9)
+            longest = min(self.calls.bound(int(lengths.max() + 2 ** random.uniform(0, 12))), keys)
+            given[3:5], given[6:8] = (len(lengths), lengths.sum()), (lengths.max(), longest)
+            needed |= set(planned("paged", *given).plan.call.kernels("h200"))
+        self.assertGreater(len(needed), 5)
+        self.assertLessEqual(needed, compiled)
+
+    def given(self, layer):
+        query = self.query(layer, sum(rows for rows, _ in layer.batch.lengths))
+        halves = self.module._halves(layer.kv_cache, layer.batch.size)
+        cache = layer.impl._cache(layer, halves)
+        return self.calls.Given(query, torch.empty_like(query), cache, layer.impl._scores)
 
     def test_encoders(self):
         lengths = [(5, 5), (33, 33), (16, 16)]

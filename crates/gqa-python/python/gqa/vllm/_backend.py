@@ -25,8 +25,8 @@ from gqa import _cuda, _launch, _quantized, flash_attn_varlen_func
 from gqa._errors import invalid
 from gqa._flash import Scores
 from gqa._quantized import Cache
-from gqa.vllm import _context
-from gqa.vllm._calls import MOST_SCRATCH, Call, Given, Step, bound, prepared
+from gqa.vllm import _ahead, _context
+from gqa.vllm._calls import MOST_SCRATCH, Call, Given, Step, asked, bound, prepared
 
 _FLOAT8 = ("fp8", "fp8_e4m3")
 _ENCODERS = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
@@ -218,6 +218,7 @@ class Impl(AttentionImpl):
         # Kernels read blocks, and write the output.
         self._is_plain = not (self.encodes or self.gathers or self._combine)
         self._most_scratch = _most_scratch(num_kv_heads, head_size)
+        self._limits = _ahead.limits()
         self._scores: Optional[Scores] = None
         # Of the KV cache, and what has the same plans.
         self._layout: Optional[_Layout] = None
@@ -317,6 +318,9 @@ class Impl(AttentionImpl):
         assert self._scores is not None
         cache = self._cache(layer, halves)
         given = Given(query, output, cache, self._scores)
+        if self._limits and self._kind not in _begun and not step.is_captured:
+            _begun.add(self._kind)
+            _ahead.begin(asked(step, given), self._limits)
         call = step.calls[self._kind] = prepared(step, given, self._most_scratch, stream)
         return call
 
@@ -374,6 +378,8 @@ class Impl(AttentionImpl):
 _Layout = tuple[Any, ...]
 _layouts: dict[_Layout, _Layout] = {}
 _kinds: dict[Any, object] = {}
+# Kinds whose kernels threads compile, or have compiled.
+_begun: set[object] = set()
 
 
 class _Halves(NamedTuple):

@@ -128,8 +128,7 @@ def prepared(step: Step, given: Given, most_scratch: int, stream: int) -> Call:
     A plan of a graph waits for its specialized kernels. Others do not: prompts of new lengths bring
     new kernels while requests wait.
     """
-    sequences = step.seq_lens.shape[0]
-    whole = _Some(0, sequences, 0, step.num_actual_tokens, step.max_query_len, step.max_seq_len)
+    whole = _whole(step)
     if step.is_captured or torch.cuda.is_current_stream_capturing():
         part = _part(step, whole, given, stream, plan_for_graph)
     else:
@@ -141,6 +140,12 @@ def prepared(step: Step, given: Given, most_scratch: int, stream: int) -> Call:
     return Call([part for part in parts if part is not None], given.query.stride(), stream)
 
 
+def asked(step: Step, given: Given) -> tuple[Any, ...]:
+    """What the planner is told of a step for layers like this one."""
+    call = _sequences(step, _whole(step), given.cache.keys.shape[1])
+    return _cuda._asked(given.query, given.cache, None, None, call, given.scores, False)
+
+
 class _Some(NamedTuple):
     """Sequences of a step from a first one to before another, their rows likewise, and bounds."""
 
@@ -150,6 +155,11 @@ class _Some(NamedTuple):
     end_row: int
     most: int
     longest: int
+
+
+def _whole(step: Step) -> _Some:
+    rows, sequences = step.num_actual_tokens, step.seq_lens.shape[0]
+    return _Some(0, sequences, 0, rows, step.max_query_len, step.max_seq_len)
 
 
 def _part(
