@@ -649,8 +649,6 @@ class Nodes(unittest.TestCase):
                 "block_table": np.array([[1]], np.int32)}
         text = refusal(one_paged_node(feed, num_heads=6, kv_num_heads=2), feed)
         self.assertRegex(text, "key_cache: got memory at .*; allowed: one memory for both")
-        text = refusal(one_paged_node(feed, num_heads=6, kv_num_heads=2, kv_cache_layout="LATENT"), feed)
-        self.assertIn("kv_cache_layout: got \"LATENT\"; allowed: \"SEPARATE\"", text)
 
     def test_errors_are_ours_and_say_what_is_allowed(self):
         heads = {"num_heads": 6, "kv_num_heads": 2}
@@ -697,7 +695,22 @@ class Schemas(unittest.TestCase):
             got = operator["attributes"]
             keys = wanted.keys() | got.keys()
             differences |= {(name, "attributes", key) for key in keys if rounded(wanted.get(key, ...)) != rounded(got.get(key, ...))}
-        self.assertEqual(differences, {tuple(refused[:3]) for refused in make_schemas.REFUSED})
+        self.assertEqual(differences, {refused[:3] for refused in make_schemas.REFUSED if refused[1] != "values"})
+
+    def test_values_that_are_not_computed_are_refused_by_name(self):
+        noise = lambda *shape: np.zeros(shape, np.float32)
+        feed = {"query": noise(1, 192), "key": noise(1, 64), "value": noise(1, 64), "key_cache": noise(2, 16, 2, 32), "value_cache": noise(2, 16, 2, 32),
+                "cumulative_sequence_length": np.array([0, 1], np.int32), "past_seqlens": np.array([3], np.int32), "block_table": np.array([[1]], np.int32)}
+        latent = {name: array for name, array in feed.items() if name not in ("key", "value", "value_cache")}
+        heads = {"num_heads": 6, "kv_num_heads": 2}
+        infos = [helper.make_tensor_value_info("output", TensorProto.FLOAT, None)]
+        for operator, kind, name, _, *value in make_schemas.REFUSED:
+            if kind == "values":
+                self.assertEqual(operator, "PagedAttention")
+                for given in [feed, latent]:
+                    text = refusal(model_of(operator, PAGED, given, infos, **heads, **{name: value[0]}), given)
+                    self.assertRegex(text, f"{name}: got \"?{value[0]}\"?; allowed: ")
+        self.assertIn("value_cache: got no input; allowed: a tensor", refusal(model_of("PagedAttention", PAGED, latent, infos, **heads), latent))
 
     def test_what_is_stored_is_what_is_installed(self):
         """`tests/make_schemas.py` writes it anew; crates/gqa-onnx compares itself with that."""

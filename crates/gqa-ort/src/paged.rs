@@ -18,7 +18,7 @@ pub static SCHEMA: Schema = Schema {
         input("key", Key, Element),
         input("value", TensorId::Value, Element),
         input("key_cache", PresentKey, Cache).required(),
-        input("value_cache", PresentValue, Cache).required(),
+        input("value_cache", PresentValue, Cache),
         input("cumulative_sequence_length", CumulativeSequenceLength, Always(DType::I32))
             .required(),
         input("past_seqlens", SeqlensK, Always(DType::I32)).required(),

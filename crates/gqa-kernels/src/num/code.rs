@@ -6,7 +6,7 @@
 //! | [`Int8`] | `x / scale` rounded to nearest, ties to even, clamped to -128 … 127 | `code · scale` |
 //! | [`Int4`] | the same clamped to -8 … 7, plus 8; the even element of two in a byte's low half | `(code - 8) · scale` |
 //! | [`Float8`] | `x / scale` rounded to e4m3 (no infinity), clamped to ±448 | `code · scale` |
-//! | [`Float4`] | `x / scale` rounded to e2m1 (ties to even, no infinity, no NaN), clamped to ±6; two to a byte as above | `code · scale` |
+//! | [`Float4`] | `x / scale` rounded to e2m1, clamped to ±6; two in a byte as above | `code · scale` |
 //!
 //! A scale is one for all of a tensor, for each KV head, for each channel (KV head and element) or
 //! for each row; never NaN, and what 0 gives is unspecified. A row's own scale is
@@ -110,7 +110,7 @@ pub struct Int4;
 #[derive(Clone, Copy, Debug)]
 pub struct Float8;
 
-/// e2m1: a sign, 2 bits of exponent, 1 of mantissa; two to a byte.
+/// e2m1: a sign, 2 bits of exponent, 1 of mantissa, no infinity and no NaN; two to a byte.
 #[derive(Clone, Copy, Debug)]
 pub struct Float4;
 

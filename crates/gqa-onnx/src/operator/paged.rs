@@ -5,7 +5,7 @@ use gqa_host::op::{PagedAttention, PagedCache, PagedInputs};
 use gqa_host::{Problem, Tensor};
 
 use super::gqa::quant_type;
-use super::{Arguments, check_lists};
+use super::{Arguments, check_lists, is_named};
 use crate::attributes::{Attribute, Attributes, Kind, int, optional, required, text};
 use crate::error::{Error, Result};
 use crate::proto::NodeProto;
@@ -55,12 +55,13 @@ pub(super) static ATTRIBUTES: [Attribute; 16] = [
 ];
 
 /// Positions of the inputs that must be there.
-pub(super) const REQUIRED: [usize; 6] = [0, 3, 4, 5, 6, 7];
+pub(super) const REQUIRED: [usize; 5] = [0, 3, 5, 6, 7];
+/// The index of an input that only the latent layout lacks.
+const VALUE_CACHE: usize = 4;
 
 /// The operator of a node.
 pub(super) fn from_node(node: &NodeProto) -> Result<PagedAttention> {
     let attributes = Attributes::of(node, &ATTRIBUTES)?;
-    check_lists(node, &INPUTS, &OUTPUTS, &REQUIRED)?;
     let layout = attributes.text("kv_cache_layout");
     if layout != "SEPARATE" {
         return Err(Error::invalid("kv_cache_layout", format!("{layout:?}"), "\"SEPARATE\""));
@@ -70,6 +71,11 @@ pub(super) fn from_node(node: &NodeProto) -> Result<PagedAttention> {
             0 => {}
             other => return Err(Error::invalid(name, other, "0, as kv_cache_layout is SEPARATE")),
         }
+    }
+    check_lists(node, &INPUTS, &OUTPUTS, &REQUIRED)?;
+    if !is_named(&node.input, VALUE_CACHE) {
+        let allowed = "a tensor, as kv_cache_layout is SEPARATE";
+        return Err(Error::invalid(INPUTS[VALUE_CACHE], "no input", allowed));
     }
     let (heads, kv_heads) =
         (attributes.required_int("num_heads")?, attributes.required_int("kv_num_heads")?);
@@ -105,7 +111,7 @@ pub(super) fn run(
 
 fn cache(arguments: &Arguments) -> Result<PagedCache> {
     let required = |i: usize| arguments.required(i, INPUTS[i]).cloned();
-    Ok(PagedCache { key: required(3)?, value: required(4)?, scales: None })
+    Ok(PagedCache { key: required(3)?, value: required(VALUE_CACHE)?, scales: None })
 }
 
 fn inputs(arguments: &Arguments) -> Result<PagedInputs<'_>> {
@@ -124,4 +130,46 @@ fn inputs(arguments: &Arguments) -> Result<PagedInputs<'_>> {
         attention_metadata: arguments.get(16),
         ..PagedInputs::new(required(0)?, required(5)?, required(6)?, required(7)?)
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::proto::AttributeProto;
+
+    fn refusal(names: &[&str], layout: &str, numbers: &[(&str, i64)]) -> String {
+        let attribute = |name: &str, kind: Kind, i, s: &str| AttributeProto {
+            name: name.to_owned(),
+            r#type: kind as i32,
+            i,
+            s: s.into(),
+            ..AttributeProto::default()
+        };
+        let heads = [("num_heads", 2), ("kv_num_heads", 1)];
+        let numbers = heads.iter().chain(numbers);
+        let numbers = numbers.map(|&(name, number)| attribute(name, Kind::Int, number, ""));
+        let layout = attribute("kv_cache_layout", Kind::Text, 0, layout);
+        let node = NodeProto {
+            input: names.iter().map(|&name| name.to_owned()).collect(),
+            output: vec!["output".to_owned()],
+            attribute: numbers.chain([layout]).collect(),
+            ..NodeProto::default()
+        };
+        from_node(&node).map_or_else(|e| e.to_string(), |_| "accepted".to_owned())
+    }
+
+    #[test]
+    fn the_latent_layout_is_refused_by_name() {
+        let all = &INPUTS[..8];
+        assert_eq!(refusal(all, "SEPARATE", &[]), "accepted");
+        let latent = ["query", "", "", "key_cache", "", "starts", "past", "table"];
+        let got = "kv_cache_layout: got \"LATENT\"; allowed: \"SEPARATE\"";
+        assert_eq!(refusal(&latent, "LATENT", &[("v_head_size", 512)]), got);
+        for name in ["v_head_size", "rotary_offset"] {
+            let got = format!("{name}: got 8; allowed: 0, as kv_cache_layout is SEPARATE");
+            assert_eq!(refusal(all, "SEPARATE", &[(name, 8)]), got);
+        }
+        let got = "value_cache: got no input; allowed: a tensor, as kv_cache_layout is SEPARATE";
+        assert_eq!(refusal(&latent, "SEPARATE", &[]), got);
+    }
 }
