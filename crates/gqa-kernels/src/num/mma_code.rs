@@ -3,9 +3,9 @@
 //! An integer becomes a half without a conversion: its bits, signs apart, are put below the leading
 //! one of a power of two next to which halves are one apart, which is then subtracted. Four bits
 //! need no power of two where products may have an offset and a unit: alone in a half, they are a
-//! multiple of the smallest one. A float of four bits is a half whose exponent is 14 too small, once
-//! its sign is set apart. GPUs from SM 89 on have an instruction for float8; code for older ones
-//! multiplies.
+//! multiple of the smallest one. A float of four bits is a half whose exponent is 14 too small,
+//! once its sign is set apart. GPUs from SM 89 on have an instruction for float8; code for older
+//! ones multiplies.
 
 use super::code::{Bits4, Bits8, Code, Float4, Float8, Int4, Int8};
 use crate::simt::{e4m3x2_to_f16x2, fma_f16x2, mul_f16x2, prmt, sub_f16x2};

@@ -212,8 +212,8 @@ impl Limits {
     }
 }
 
-/// Checks that explicit positions of batch entry `b`'s tokens, its first rows, are rows of cos_cache. Padding may
-/// have any position.
+/// Checks that explicit positions of batch entry `b`'s tokens, its first rows, are rows of
+/// cos_cache. Padding may have any position.
 fn check_positions(
     p: &Problem,
     position_ids: Option<TensorView<'_>>,

@@ -119,11 +119,11 @@ impl Dense {
         Self { bias: Some([per_sequence, per_head]), ..self }
     }
 
-    /// The int32 tensor `query_seqlens`, of shape (batch), has how many of the rows are new tokens of
-    /// each sequence: the rows after them are padding, whose output is 0 and which are not appended.
-    /// A sequence of 0 new tokens is idle: its cache stays as it is. The sequences have had any
-    /// number of tokens before, none included; `seqlens_k` counts their new tokens, not the padding.
-    /// The cache has room for all `rows` behind a sequence's past.
+    /// The int32 tensor `query_seqlens`, of shape (batch), has how many of the rows are new tokens
+    /// of each sequence: the rows after them are padding, whose output is 0 and which are not
+    /// appended. A sequence of 0 new tokens is idle: its cache stays as it is. The sequences have
+    /// had any number of tokens before, none included; `seqlens_k` counts their new tokens, not the
+    /// padding. The cache has room for all `rows` behind a sequence's past.
     pub const fn padded(self) -> Self {
         Self { padded: true, ..self }
     }

@@ -345,9 +345,10 @@ impl<T: MmaElement> Output<T> {
     }
 }
 
-/// Scratch memory of the KV splits: partial columns (split, cluster, row, head size), partial states
-/// (split, cluster, rank, row), arrival counters (cluster, rank). Where lengths divide the keys a
-/// part stands in place of split and cluster, and the counter is that of a sequence's first part.
+/// Scratch memory of the KV splits: partial columns (split, cluster, row, head size), partial
+/// states (split, cluster, rank, row), arrival counters (cluster, rank). Where lengths divide the
+/// keys a part stands in place of split and cluster, and the counter is that of a sequence's first
+/// part.
 #[derive(Clone, Copy)]
 pub(super) struct Splits {
     pub columns: Global<f32>,
