@@ -156,13 +156,13 @@ impl Codes {
 #[derive(Clone, Copy, Debug, clap::Args)]
 pub struct Layer {
     /// Query heads.
-    #[arg(long, default_value_t = 32, value_parser = count(1 << 16))]
+    #[arg(long, default_value_t = 32, value_parser = count(1 << 16), allow_negative_numbers = true)]
     pub heads: u64,
     /// KV heads.
-    #[arg(long, default_value_t = 8, value_parser = count(1 << 16))]
+    #[arg(long, default_value_t = 8, value_parser = count(1 << 16), allow_negative_numbers = true)]
     pub kv_heads: u64,
     /// Elements of a head.
-    #[arg(long, default_value_t = 128, value_parser = count(4096))]
+    #[arg(long, default_value_t = 128, value_parser = count(4096), allow_negative_numbers = true)]
     pub head_size: u64,
     /// Element type.
     #[arg(skip = Element::Bf16)]
@@ -381,16 +381,20 @@ impl Layer {
 #[derive(Clone, Copy, Debug, clap::Args)]
 pub struct Sizes {
     /// Sequences.
-    #[arg(long, default_value_t = 1, value_parser = count(1 << 24))]
+    #[arg(long, default_value_t = 1, value_parser = count(1 << 24), allow_negative_numbers = true)]
     batch: u64,
     /// Element type.
     #[arg(long, value_enum, default_value_t = Element::Bf16)]
     dtype: Element,
     /// New rows of each sequence [default: 1, a decode step].
-    #[arg(long, value_parser = count(1 << 31))]
+    #[arg(long, value_parser = count(1 << 31), allow_negative_numbers = true)]
     query_length: Option<u64>,
     /// Rows in the cache before [default: 0 with --query-length, else 8191].
-    #[arg(long, value_parser = clap::value_parser!(u64).range(..1 << 31))]
+    #[arg(
+        long,
+        value_parser = clap::value_parser!(u64).range(..1 << 31),
+        allow_negative_numbers = true
+    )]
     past_length: Option<u64>,
 }
 

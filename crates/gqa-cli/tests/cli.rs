@@ -72,6 +72,10 @@ fn mistakes_in_the_command_line_are_one_line_and_exit_code_2() -> Result {
     refused(&words("run")?, 2, &["<MODEL>"]);
     refused(&words("explain --device voodoo2")?, 2, &["--device", "voodoo2", "h200"]);
     refused(&words("explain --head-size 0")?, 2, &["--head-size", "0"]);
+    for option in ["batch", "query-length", "past-length", "heads", "kv-heads", "head-size"] {
+        let run = words(&format!("explain --{option} -5"))?;
+        refused(&run, 2, &["invalid value '-5'", &format!("'--{option} <")]);
+    }
     refused(&words("bench prefill --size 3by4")?, 2, &["--size", "3by4", "BATCHxLENGTH"]);
     refused(&words("bench decode --length 64..8")?, 2, &["--length", "64..8", "FIRST..LAST"]);
     refused(&words("bench decode --model gpt-2")?, 2, &["--model", "gpt-2", "llama3-8b"]);
@@ -86,6 +90,9 @@ fn mistakes_in_the_command_line_are_one_line_and_exit_code_2() -> Result {
     let twice = words("run /no/such/model --data x --out y")?;
     refused(&twice, 1, &["/no/such/model: No such file or directory"]);
     assert_eq!(twice.stderr.matches("No such file").count(), 1, "{}", twice.stderr);
+    let manifest = concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml");
+    let run = words(&format!("run {manifest} --data x --out y"))?;
+    refused(&run, 1, &[&format!("{manifest}: got malformed protobuf")]);
     refused(&words("bench prefill --against /no/such/file")?, 1, &["--against", "/no/such/file"]);
     Ok(())
 }

@@ -59,7 +59,7 @@ impl Model {
     /// Where the file cannot be read, and those of [`decode`](Self::decode).
     pub fn read(path: &Path) -> Result<Self> {
         let bytes = file::read_file(path, file::MESSAGE_BYTES)?;
-        Self::decode(&bytes)
+        Self::named(&bytes, &path.display())
     }
 
     /// Decodes and checks a `ModelProto`.
@@ -68,14 +68,18 @@ impl Model {
     ///
     /// Where the bytes are not a model with a single node, or its operator is not supported.
     pub fn decode(bytes: &[u8]) -> Result<Self> {
+        Self::named(bytes, &"model")
+    }
+
+    /// As [`decode`](Self::decode); errors that are the whole model's have its name.
+    fn named(bytes: &[u8], name: &dyn std::fmt::Display) -> Result<Self> {
         let model = ModelProto::decode(bytes).map_err(|e| {
-            Error::invalid("model", format!("malformed protobuf ({e})"), "a ModelProto")
+            Error::invalid(name, format!("malformed protobuf ({e})"), "a ModelProto")
         })?;
-        let graph = model
-            .graph
-            .ok_or_else(|| Error::invalid("model", "no graph", "a graph of one node"))?;
+        let graph =
+            model.graph.ok_or_else(|| Error::invalid(name, "no graph", "a graph of one node"))?;
         let [node] = graph.node.as_slice() else {
-            return Err(Error::invalid("model", format!("{} nodes", graph.node.len()), "one node"));
+            return Err(Error::invalid(name, format!("{} nodes", graph.node.len()), "one node"));
         };
         let operator = Operator::from_node(node, &Imports::of(&model.opset_import)?)?;
         let (output_names, outputs) = outputs(&graph, node)?;
