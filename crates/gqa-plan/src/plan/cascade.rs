@@ -74,10 +74,23 @@ pub(super) fn decision(family: &dyn Family, outcome: &Result<Choice, Rejection>)
     Decision { family: family.module(), outcome }
 }
 
+/// The reason against each family; where a kernel is forced, without the families that are not its.
 fn refusals(decisions: &[Decision]) -> String {
+    let other = |decision: &Decision| match decision.outcome {
+        Err(Rejection::NotForced { forced }) => Some(forced),
+        _ => None,
+    };
     let refusal = |decision: &Decision| {
         let reason = decision.outcome.as_ref().err().map(ToString::to_string).unwrap_or_default();
         format!("{} {reason}", decision.family.name())
     };
-    decisions.iter().map(refusal).collect::<Vec<_>>().join("; ")
+    let asked = decisions.iter().filter(|decision| other(decision).is_none());
+    let reasons = asked.map(refusal).collect::<Vec<_>>().join("; ");
+    match decisions.iter().find_map(other) {
+        None => reasons,
+        Some(forced) if reasons.is_empty() => {
+            format!("GQA_FORCE={forced}, whose family is for other KV caches")
+        }
+        Some(forced) => format!("GQA_FORCE={forced}, but {reasons}"),
+    }
 }

@@ -76,7 +76,8 @@ fn check_forced(options: &PlanOptions, launches: &[Launch]) -> Result<()> {
         Some(_) if launches.is_empty() => Ok(()),
         Some(forced) if launches.iter().all(|launch| launch.entry.name != forced) => {
             let names: Vec<_> = launches.iter().map(|launch| launch.entry.name).collect();
-            Err(Error::NoKernel(format!("GQA_FORCE={forced}, but it takes {}", names.join(", "))))
+            let names = names.join(", ");
+            Err(Error::NoKernel(format!("GQA_FORCE={forced} is none of its kernels, {names}")))
         }
         _ => Ok(()),
     }

@@ -933,7 +933,9 @@ fn force_is_that_kernel_or_an_error() {
         plan(problem, &device("h200"), &force(name)).unwrap_err().to_string()
     };
     let wrong_type = error(&llama(512, 0), find_family(Family::General, "_bf16"));
-    assert!(wrong_type.contains("general does not take float16"), "{wrong_type}");
+    let bf16 = find_family(Family::General, "_bf16");
+    let reason = format!("GQA_FORCE={bf16}, but general does not take float16");
+    assert_eq!(wrong_type, format!("no kernel takes this call: {reason}"));
     let not_launched = error(&llama(512, 0), find("gqa_concat_kv_in_place_f16"));
     assert!(not_launched.contains("unpack_qkv_with_rope_and_append_kv"), "{not_launched}");
 }
