@@ -10,8 +10,12 @@ const HEADS: [usize; 2] = [6, 2];
 const SIZE: usize = 32;
 const TOKENS: usize = 24;
 /// Each format, and the largest of its values that keys and values shall need.
-const FORMATS: [(QuantFormat, f64); 3] =
-    [(QuantFormat::Int8, 127.), (QuantFormat::Float8, 16.), (QuantFormat::Int4, 7.)];
+const FORMATS: [(QuantFormat, f64); 4] = [
+    (QuantFormat::Int8, 127.),
+    (QuantFormat::Float8, 16.),
+    (QuantFormat::Int4, 7.),
+    (QuantFormat::Float4, 6.),
+];
 
 /// The number of float8e4m3fn that is nearest: three bits behind the leading one, and steps of 2^-9
 /// below 2^-6.
@@ -21,6 +25,14 @@ fn float8(x: f64) -> f64 {
     ((x / step).round_ties_even() * step).clamp(-448., 448.)
 }
 
+/// The number of float4e2m1 that is nearest: one bit behind the leading one, and steps of a half
+/// below 2.
+fn float4(x: f64) -> f64 {
+    let exponent = x.abs().max(1.).log2().floor();
+    let step = (exponent - 1.).exp2();
+    ((x / step).round_ties_even() * step).clamp(-6., 6.)
+}
+
 /// What is left of `x` where it is divided by a scale and rounded.
 fn rounded(format: QuantFormat, x: f32, scale: f32) -> f32 {
     let (quotient, scale) = (f64::from(x / scale), f64::from(scale));
@@ -28,6 +40,7 @@ fn rounded(format: QuantFormat, x: f32, scale: f32) -> f32 {
         QuantFormat::Int8 => quotient.round_ties_even().clamp(-128., 127.),
         QuantFormat::Int4 => quotient.round_ties_even().clamp(-8., 7.),
         QuantFormat::Float8 => float8(quotient),
+        QuantFormat::Float4 => float4(quotient),
     };
     (code * scale) as f32
 }
