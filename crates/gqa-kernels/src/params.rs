@@ -700,8 +700,8 @@ pub struct DecodeParams {
     pub scales: u32,
     /// What a quantized cache holds: a [`Format`](crate::num::Format).
     pub format: u32,
-    /// Parts that the device has a place for, of a KV head's keys for a row tile, those of all
-    /// sequences together: lengths say how many are whose. 0: every sequence has `splits`.
+    /// CTA slots for each KV head and row tile, among which the keys of all sequences are divided
+    /// by their lengths. 0: every sequence has `splits` equal splits.
     pub parts: u32,
 }
 

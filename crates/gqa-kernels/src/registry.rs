@@ -38,8 +38,11 @@ macro_rules! kernels {
 /// takes as `Seqlens`.
 macro_rules! entries {
     ({ $($pointers:tt)* } { $($taken:tt)* } [seqlens_k: i32 $($more:tt)*] $table:tt) => {
-        entries!({ $($pointers)* seqlens_k: i32, query_seqlens: i32, } { $($taken)* crate::tile::seqlens::Seqlens::new(seqlens_k, query_seqlens), }
-            [$($more)*] $table);
+        entries!(
+            { $($pointers)* seqlens_k: i32, query_seqlens: i32, }
+            { $($taken)* crate::tile::seqlens::Seqlens::new(seqlens_k, query_seqlens), }
+            [$($more)*] $table
+        );
     };
     ({ $($pointers:tt)* } { $($taken:tt)* } [$arg:ident: $ty:tt $($more:tt)*] $table:tt) => {
         entries!({ $($pointers)* $arg: $ty, } { $($taken)* $arg, } [$($more)*] $table);
@@ -47,10 +50,16 @@ macro_rules! entries {
     ($pointers:tt $taken:tt [, $($more:tt)*] $table:tt) => {
         entries!($pointers $taken [$($more)*] $table);
     };
-    ($pointers:tt $taken:tt [; $p:ident: $pty:ty] ($maps:tt $table:ident, $family:ident: $role:ident, $feature:literal, $rows:tt)) => {
+    (
+        $pointers:tt $taken:tt [; $p:ident: $pty:ty]
+        ($maps:tt $table:ident, $family:ident: $role:ident, $feature:literal, $rows:tt)
+    ) => {
         entries!(@table $table, $family: $role, $feature, ($maps $pointers $taken $p: $pty), $rows);
     };
-    (@table $table:ident, $family:ident: $role:ident, $feature:literal, $args:tt, { $($(#[$meta:meta])* $name:ident => $body:expr, $t:ident = $ty:ty, $spec:tt;)* }) => {
+    (
+        @table $table:ident, $family:ident: $role:ident, $feature:literal, $args:tt,
+        { $($(#[$meta:meta])* $name:ident => $body:expr, $t:ident = $ty:ty, $spec:tt;)* }
+    ) => {
         $(
             $(#[$meta])*
             #[cfg(all(target_arch = "nvptx64", feature = $feature))]
@@ -69,7 +78,13 @@ macro_rules! entries {
 
 #[cfg(target_arch = "nvptx64")]
 macro_rules! device_entry {
-    ($name:ident, $body:expr, ([$($map:ident $i:literal),*] { $($arg:ident: $aty:ty,)* } { $($taken:expr,)* } $p:ident: $pty:ty)) => {
+    (
+        $name:ident, $body:expr,
+        (
+            [$($map:ident $i:literal),*]
+            { $($arg:ident: $aty:ty,)* } { $($taken:expr,)* } $p:ident: $pty:ty
+        )
+    ) => {
         #[unsafe(no_mangle)]
         unsafe extern "ptx-kernel" fn $name($($map: crate::simt::TensorMapParam,)* $($arg: crate::simt::Global<$aty>,)* $p: $pty) {
             $(
@@ -83,7 +98,12 @@ macro_rules! device_entry {
 
 #[cfg(not(target_arch = "nvptx64"))]
 macro_rules! host_entry {
-    ($name:ident, $body:expr, $t:ident = $ty:ty, $family:ident: $role:ident, $feature:literal, ([$($map:ident $i:literal),*] { $($arg:ident: $aty:ty,)* } { $($taken:expr,)* } $p:ident: $pty:ty),
+    (
+        $name:ident, $body:expr, $t:ident = $ty:ty, $family:ident: $role:ident, $feature:literal,
+        (
+            [$($map:ident $i:literal),*]
+            { $($arg:ident: $aty:ty,)* } { $($taken:expr,)* } $p:ident: $pty:ty
+        ),
      { head_size: $head:expr, rows: $rows:expr, keys: $keys:expr, threads: $threads:expr, min_blocks: $min_blocks:expr, shared: $shared:expr, hot: $hot:expr, min_sm: $sm:expr
        $(, cluster: $cluster:expr)? $(, pads: $pads:expr)? $(, communicates: $communicates:expr)? $(, formats: $formats:expr)? $(, output: $output:ident)? $(, exact_sums: $exact_sums:literal)? }) => {
         crate::registry::Entry {

@@ -241,7 +241,8 @@ fn lengths() {
         refuses(
             metadata(&[3, 7, least]),
             &format!(
-                "attention_metadata: got [3, 7, {least}]; allowed: 0, or up to 7, the longest sequence, as the least it may have"
+                "attention_metadata: got [3, 7, {least}]; allowed: 0, or up to 7, the longest \
+                 sequence, as the least it may have"
             ),
         );
     }

@@ -294,7 +294,7 @@ pub fn partial_elements(p: &DecodeParams, ranks: u32) -> (usize, usize) {
 fn partials(p: &DecodeParams) -> usize {
     match p.parts {
         0 => p.splits as usize * p.clusters as usize,
-        _ => parts::places(p),
+        _ => parts::most_partials(p),
     }
 }
 
@@ -302,7 +302,7 @@ fn partials(p: &DecodeParams) -> usize {
 pub fn arrivals(p: &DecodeParams, ranks: u32) -> usize {
     match p.parts {
         0 => p.clusters as usize * ranks as usize,
-        _ => parts::places(p),
+        _ => parts::most_partials(p),
     }
 }
 

@@ -72,8 +72,8 @@ pub(super) struct Kernel {
     pub(super) splits: u32,
     /// Blocks of a cluster.
     pub(super) cluster: u32,
-    /// Parts into which the lengths that the device finds divide the keys of all sequences
-    /// together, of a KV head and row tile; 0: splits of each.
+    /// CTA slots for each KV head and row tile, among which the lengths on the device divide the
+    /// keys of all sequences; 0: equal splits of each sequence.
     pub(super) parts: u32,
 }
 

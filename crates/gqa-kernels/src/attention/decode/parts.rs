@@ -1,16 +1,21 @@
-//! Divides the keys of all sequences among the blocks by the lengths that the device finds: equal
-//! splits would leave most of them idle while a few read a long sequence.
+//! Load balancing between sequences of different lengths: divides the keys of all sequences among
+//! the CTAs by the lengths in device memory. With equal splits of each sequence, most SMs would
+//! idle while a few CTAs read a long one.
 //!
-//! The keys of a sequence are one **part** or several equal ones, each a block's. Where there are
-//! at least two places for blocks to a sequence, parts are about as short as they can be so that
-//! all have a place at once. Elsewhere a sequence is split if it has more than two places' shares
-//! of all keys, into parts of a share: half of the SMs read as fast as memory is, so that no more
-//! is lost. Parts of split sequences come first: they take longest, and there are at most
-//! [`places`] of them, so that scratch memory does not grow with the batch.
+//! A CTA attends to one **part**: all keys of a sequence, or one of several equal ranges of them. A
+//! **slot** is room for one resident CTA.
+//! - With at least two slots to a sequence, parts are nearly as short as they can be with all CTAs
+//!   resident at once.
+//! - With fewer, a sequence with more than twice a slot's share of all keys is split into parts of
+//!   one share. Half of the SMs saturate memory, so smaller parts would gain nothing.
 //!
-//! The threads of a block look each at other sequences; then every warp finds the block's part by
-//! itself. It goes over all sequences a few times by the same short loop: code that runs once is
-//! fetched while it runs, and takes longer than what it computes.
+//! Parts of split sequences have the lowest numbers: their CTAs start first, because they take
+//! longest. Scratch memory for their results depends on the slots, not on the batch.
+//!
+//! **Every warp of every CTA computes the division by itself**, in a few passes of one short loop
+//! over the tile counts in shared memory; straight-line code that runs once would be bound by
+//! instruction fetch. So all CTAs must read the same lengths: while the kernel runs, nothing may
+//! write them.
 
 use super::exchange::Mailbox;
 use super::layout::{Heads, Layout};
@@ -25,38 +30,38 @@ use crate::tile::rows::{Rows, row_tiles};
 use crate::tile::seqlens::Seqlens;
 use crate::tile::warp::{LANES, sum, sum_up_to};
 
-/// Most parts of split sequences, of one KV head and row tile, for each place.
-const PER_PLACE: u32 = 2;
+/// Most parts of split sequences per slot.
+const PER_SLOT: u32 = 2;
 
-/// Most parts of a sequence: one block merges them.
+/// Most parts of a sequence: a single CTA merges them.
 const MOST_PARTS: u32 = 64;
 
-/// Passes over the sequences, the last but one with parts that are certainly long enough.
+/// Most passes over the sequences. Before the last one, parts become so long that each has a slot.
 const PASSES: u32 = 6;
 
-/// Most sequences whose keys lengths may divide: their tiles are counted where keys come later.
+/// Most sequences of a call: their tile counts use the shared memory of the K and V stages.
 pub const MOST_DIVIDED: u32 = 4096;
 
-/// Whether kernels of such heads divide keys by lengths: heads of 256 over quantized values leave
-/// no registers for it.
+/// Whether kernels for that head size divide keys. At head size 256 over a quantized KV cache they
+/// would spill.
 pub const fn divides(head_size: u32, is_quantized: bool) -> bool {
     head_size < 256 || !is_quantized
 }
 
-/// Most parts of a KV head and row tile. A sequence that is split into parts of a share has fewer
-/// more of them than it has shares, and there are as many shares as places.
+/// Most parts of a KV head and row tile. Parts of one share add less than the sequence's number of
+/// shares to its first part, and all sequences together have as many shares as there are slots.
 pub(super) fn most(p: &DecodeParams) -> u32 {
-    let (places, sequences) = (p.parts, p.attention.batch);
-    if 2 * sequences <= places { places } else { sequences + places }
+    let (slots, sequences) = (p.parts, p.attention.batch);
+    if 2 * sequences <= slots { slots } else { sequences + slots }
 }
 
-/// Partial results that scratch memory has room for, of all KV heads and row tiles.
-pub(super) fn places(p: &DecodeParams) -> usize {
+/// Parts of split sequences that scratch memory has room for, of all KV heads and row tiles.
+pub(super) fn most_partials(p: &DecodeParams) -> usize {
     let columns = p.attention.kv_heads * row_tiles(&p.attention, p.rows);
-    columns as usize * (PER_PLACE * p.parts) as usize
+    columns as usize * (PER_SLOT * p.parts) as usize
 }
 
-/// Number of the block, in the order in which they begin.
+/// Number of the CTA, in launch order.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) fn block(p: &DecodeParams) -> u32 {
     block_idx_y() * p.attention.kv_heads + block_idx_x()
@@ -68,12 +73,12 @@ fn place([batch, index, split, splits]: [u32; 4]) -> Place {
     Place { kv_head, batch, row_tile, index, split, splits, stride: 1, rank: 0, ranks: 1 }
 }
 
-/// The sequences of a call, and how long parts of their keys are.
+/// The sequences of a call, and the length of a part.
 struct Division {
     sequences: u32,
-    /// Key tiles of each sequence; none if another launch has it.
+    /// Key tiles of each sequence; 0 if another launch attends to it.
     tiles: Shared<u32>,
-    /// A sequence with more tiles than that is split.
+    /// Sequences with more tiles are split.
     longest: u32,
     /// Tiles of a part.
     part: u32,
@@ -88,7 +93,7 @@ struct Sums {
 }
 
 impl Division {
-    /// Tiles of a lane's sequence among those from `first` on, and how many parts they are.
+    /// Tiles and parts of sequence `first + lane`.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn sequence(&self, first: u32) -> (u32, u32) {
         let b = first + lane();
@@ -112,41 +117,42 @@ impl Division {
         Sums { tiles, parts, of_split }
     }
 
-    /// Finds how long parts are, and how many parts of split sequences there are.
+    /// Chooses the length of a part, `shortest` tiles or more. Returns the number of parts of split
+    /// sequences.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn measure(&mut self, places: u32, shortest: u32) -> u32 {
+    fn measure(&mut self, slots: u32, shortest: u32) -> u32 {
         let (mut sequences, mut of_split) = (0, 0);
         for pass in Rolled(0..PASSES, 1) {
             let sums = self.sums();
             of_split = sums.of_split;
             let is_first = pass == 0;
             sequences = if is_first { sums.parts } else { sequences };
-            let is_few = 2 * sequences <= places;
-            let share = sums.tiles.div_ceil(places.max(1)).max(shortest);
+            let is_few = 2 * sequences <= slots;
+            let share = sums.tiles.div_ceil(slots.max(1)).max(shortest);
             if is_first && !is_few {
                 (self.longest, self.part) = (2 * share, share);
             } else if is_first {
                 (self.longest, self.part) = (share, share);
-            } else if !is_few || sums.parts <= places {
+            } else if !is_few || sums.parts <= slots {
                 break;
             } else {
-                let longer = self.part as f32 * (sums.parts as f32 / places as f32);
-                // Those behind whole parts are no more than sequences.
-                let enough = sums.tiles.div_ceil((places - sequences).max(1));
+                let longer = self.part as f32 * (sums.parts as f32 / slots as f32);
+                // Each sequence has at most one part that is shorter.
+                let enough = sums.tiles.div_ceil((slots - sequences).max(1));
                 let is_last = pass + 2 == PASSES;
                 let part = if is_last { enough } else { (longer as u32 + 1).min(enough) };
                 (self.longest, self.part) = (part, part);
             }
         }
-        // Whatever the lengths are: scratch memory has no room for more.
-        if of_split > PER_PLACE * places {
+        // Bounds scratch memory whatever the lengths are.
+        if of_split > PER_SLOT * slots {
             (self.longest, of_split) = (u32::MAX, 0);
         }
         of_split
     }
 
-    /// Part number `nth`: its sequence, the number of that one's first part, which of its parts it
-    /// is, and of how many. `None` behind the last one.
+    /// Part number `nth`: its sequence, the number of the sequence's first part, the part's index
+    /// in the sequence, and the sequence's number of parts. `None` past the last part.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn find(&self, nth: u32, of_split: u32) -> Option<[u32; 4]> {
         let is_split = nth < of_split;
@@ -182,10 +188,10 @@ impl<
     P: Products,
 > Decode<D8, UNITS, M, HALVES, N8, WARPS, STAGES, H, P>
 {
-    /// Fewest tiles of a part: two of each team, or what is merged costs more than it saves.
+    /// Fewest tiles of a part: two per team. Merging costs more than shorter parts save.
     const SHORTEST: u32 = 2 * Self::TEAMS;
 
-    /// The block's part, if there is one.
+    /// The CTA's part; `None` if there are fewer parts than CTAs.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn part_of<L: Layout>(
         p: &DecodeParams,
@@ -204,14 +210,15 @@ impl<
         sync_threads();
         let [batch, first, split, splits] = found?;
         let column = block_idx_z() * p.attention.kv_heads + block_idx_x();
-        Some(place([batch, column * PER_PLACE * p.parts + first, split, splits]))
+        Some(place([batch, column * PER_SLOT * p.parts + first, split, splits]))
     }
 
-    /// Key tiles that sequence `b` sees; none if it has no tokens, or another launch has it.
+    /// Visible key tiles of sequence `b`; 0 if it has no new tokens, or another launch attends to
+    /// it.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn tiles<L: Layout>(p: &DecodeParams, layout: L, lengths: Seqlens, b: u32) -> u32 {
         let a = &p.attention;
-        // Both are asked for before either is there.
+        // Both loads are in flight at once.
         let length = lengths.load(b, a.q_len);
         let rows = layout.rows(a, Rows::of(a, 0, 0, b, Self::ROWS));
         if L::MAY_BE_EMPTY && rows.count() == 0 {
@@ -222,8 +229,8 @@ impl<
         total.min(window).div_ceil(Self::KEYS).max(1)
     }
 
-    /// Where the block's place is kept: behind the mailbox, or in it if no peer writes to it before
-    /// all have come to their ends.
+    /// Shared-memory address of the saved place: after the DSMEM reduction buffer, or in it where
+    /// peers write to it only after a cluster barrier past the main loop.
     const KEPT: u32 = {
         let at = if Self::SHARES_MAILBOX {
             16
@@ -234,20 +241,20 @@ impl<
         at
     };
 
-    /// Whether lengths may divide the keys.
+    /// Whether this call divides keys by lengths.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn divides<L: Layout>(p: &DecodeParams) -> bool {
         L::DIVIDES && divides(Self::HEAD_SIZE, Self::IS_QUANTIZED) && p.parts > 0
     }
 
-    /// Whether a block that forgets its place keeps it in shared memory, because finding it anew
-    /// would be long.
+    /// Whether the place is saved in shared memory across the main loop, because it is too long to
+    /// recompute.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn keeps_place<L: Layout>() -> bool {
         L::DIVIDES && divides(Self::HEAD_SIZE, Self::IS_QUANTIZED) && Self::FORGETS
     }
 
-    /// Keeps the block's place.
+    /// Saves the CTA's place.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn keep(place: Place) {
         let Place { kv_head, batch, row_tile, index, split, splits, stride, .. } = place;
@@ -258,7 +265,7 @@ impl<
         }
     }
 
-    /// The block's place, as it was kept.
+    /// The saved place.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn kept() -> Place {
         let kept = Shared::<u32>::at(Self::KEPT);

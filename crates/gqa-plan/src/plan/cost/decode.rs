@@ -152,34 +152,34 @@ impl Shape {
     }
 }
 
-/// The keys of the sequences of a call, whose lengths the host does not know.
+/// What the host knows of the sequences' lengths.
 #[derive(Clone, Copy, Debug)]
 pub struct Lengths {
-    /// Row tiles of all sequences and KV heads, each of which reads its keys.
+    /// Row tiles of all sequences and KV heads.
     pub row_tiles: f64,
     /// Most keys of a sequence.
     pub longest: f64,
-    /// Most keys of a sequence in the mean: less than the longest has where the cache has no room
-    /// for as many of each.
+    /// Upper bound of the mean number of keys: less than `longest` if the cache has fewer rows than
+    /// `longest` for every sequence.
     pub mean: f64,
     /// Bytes of a key and its value.
     pub key_bytes: f64,
 }
 
 impl Lengths {
-    /// Whether dividing all keys into equal parts, of which the device runs so many `blocks` at a
-    /// time, ends sooner than the kernel's equal splits of each sequence, or hardly later. The
-    /// constants are fitted to measurements (`docs/perf-log.md`).
-    pub fn differ(self, kernel: &Kernel, blocks: u32, device: &DeviceInfo) -> bool {
-        /// Seconds until blocks have found their parts, and to merge.
+    /// Whether dividing all keys by the lengths on the device is estimated to be faster than the
+    /// kernel's equal splits of each sequence, or at most 1.5 % slower. `blocks` is the number of
+    /// resident CTAs. The constants are fitted to an H200 (`docs/perf-log.md`).
+    pub fn favor_parts(self, kernel: &Kernel, blocks: u32, device: &DeviceInfo) -> bool {
+        /// Seconds to find a part, and to merge.
         const FIRST: f64 = 7e-6;
-        /// Seconds that each wave of blocks behind the first adds.
+        /// Seconds that each further wave of CTAs adds.
         const LATER: f64 = 3e-6;
-        /// What may be lost where lengths do not differ.
+        /// Accepted slowdown.
         const LOSS: f64 = 1.015;
         let streaming = 0.9 * device.bandwidth;
         let of_keys = |keys: f64| self.row_tiles * keys * self.key_bytes / streaming;
-        // What a CTA alone streams of it, in parts of an SM's share.
+        // Bandwidth of a single CTA, as a multiple of the bandwidth per SM.
         let alone = if kernel.entry.min_blocks > 1 { 1.1 } else { 1.78 };
         let ctas = f64::from(kernel.cluster * kernel.splits);
         let longest = self.longest / ctas * self.key_bytes / streaming

@@ -53,10 +53,10 @@ pub(super) fn choose(module: registry::Family, call: &Call<'_>) -> Result<Kernel
     decode::choose(module, call)
 }
 
-/// The same step with the keys of all sequences in parts, by the lengths that the device finds,
-/// where that ends sooner than equal splits of each, or little later at worst.
+/// The same decode step with the keys of all sequences divided by the lengths on the device, if
+/// that is estimated to be faster than equal splits of each sequence.
 pub(in crate::plan) fn in_parts(kernel: &Kernel, call: &Call<'_>) -> Option<Kernel> {
-    /// What a grid has room for.
+    /// Most CTAs in y and z of a grid.
     const MOST: usize = 65_535;
     let (p, device, options) = (call.problem, call.device, call.options);
     let is_forced = options.splits.is_some() || options.cluster.is_some() || call.forced.is_some();
@@ -72,13 +72,13 @@ pub(in crate::plan) fn in_parts(kernel: &Kernel, call: &Call<'_>) -> Option<Kern
     let parts = blocks as usize / columns;
     let tiles = p.batch.checked_mul(p.total_len.div_ceil(entry.keys as usize))?;
     let fits = (1..=MOST).contains(&parts) && columns <= MOST && tiles <= i32::MAX as usize;
-    let pays = || Lengths::of(p, columns)?.differ(kernel, blocks, device).then_some(());
+    let pays = || Lengths::of(p, columns)?.favor_parts(kernel, blocks, device).then_some(());
     if fits { pays().map(|()| Kernel::in_parts(entry, parts as u32)) } else { None }
 }
 
 impl Lengths {
-    /// Those of a call whose row tiles are so many to a sequence. There are no more keys than the
-    /// cache has rows.
+    /// For `columns` row tiles of each sequence, over all KV heads. The cache has a row for every
+    /// key.
     fn of(p: &Problem, columns: usize) -> Option<Self> {
         let pages = p.pages?;
         let rows = pages.blocks.saturating_mul(pages.block_size);
