@@ -2403,6 +2403,24 @@ fn padded_chunks_are_planned_as_chunks() {
     assert_eq!(plan.launches.len(), 1);
 }
 
+/// Its scales would have to roll, too, also where a cache alone is computed.
+#[test]
+fn rolling_caches_have_no_scales_of_rows() {
+    for phase in [Phase::SubsequentPrompt, Phase::PaddedChunk] {
+        for computes in [CallKind::Attention, CallKind::Cache] {
+            let mut fields = (*quantized(llama(9, 33), CODES[0])).clone();
+            (fields.phase, fields.computes) = (phase, computes);
+            (fields.rotary, fields.slides) = (None, true);
+            (fields.past_capacity, fields.capacity) = (47, 47);
+            assert!(Problem::new(fields.clone()).is_ok());
+            fields.quantized =
+                fields.quantized.map(|how| Quantization { scales: Scales::PerToken, ..how });
+            let error = Problem::new(fields).unwrap_err().to_string();
+            assert!(error.contains("scales per token"), "{error}");
+        }
+    }
+}
+
 /// Anybody may describe a call field by field: what passes its check is planned, and its launches
 /// stay inside of the tensors that it says it has.
 #[test]

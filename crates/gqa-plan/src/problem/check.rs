@@ -285,11 +285,15 @@ impl ProblemFields {
             let least = Problem::VECTOR_BYTES * elements;
             (size, format!("a multiple of {least}, 16 bytes of quantized values"))
         })?;
-        // Rows that are quantized apart, as a cache alone, have their scales beside them.
+        // Rows that are quantized apart, as a cache alone, have their scales beside them. No kernel
+        // moves scales in a rolling cache.
         let is_apart = self.computes == CallKind::Cache && self.pages.is_none();
-        let is_beside = self.cache == CacheBinding::Shared && !self.slides || is_apart;
+        let is_beside = (self.cache == CacheBinding::Shared || is_apart) && !self.slides;
         refuse(quantized.scales == Scales::PerToken && !is_beside, "quantized", || {
-            ("scales per token", "other scales, as past and present are not one cache")
+            (
+                "scales per token",
+                "other scales, unless past and present are one cache that does not roll",
+            )
         })
     }
 
