@@ -4,9 +4,10 @@ use super::kernel::Kernel;
 use gqa_kernels::registry::Entry;
 use gqa_ptx::Constants;
 use gqa_tensor::Result;
+use std::mem;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Condvar, Mutex, Once, OnceLock, PoisonError};
-use std::thread;
+use std::sync::{Arc, Mutex, MutexGuard, Once, OnceLock, PoisonError};
+use std::thread::{self, JoinHandle};
 
 /// The launch count from which a program is expected to call again with the same constants.
 const LAUNCHES: u32 = 16;
@@ -66,49 +67,46 @@ impl Deferred {
     }
 }
 
-/// Background compiler threads. The process waits for them at exit, because exit unloads the
-/// driver, which must not be compiling then.
+/// Background compiler threads. The process joins them at exit, because exit unloads the driver:
+/// it must not be compiling then, nor freeing what it keeps for a thread that ends.
 struct Work {
-    threads: Mutex<usize>,
-    ended: Condvar,
+    threads: Mutex<Vec<JoinHandle<()>>>,
     /// The process that the threads belong to: a forked child inherits this memory, but no threads.
     process: AtomicU32,
 }
 
-static WORK: Work =
-    Work { threads: Mutex::new(0), ended: Condvar::new(), process: AtomicU32::new(0) };
+static WORK: Work = Work { threads: Mutex::new(Vec::new()), process: AtomicU32::new(0) };
 
 impl Work {
     /// Runs `work` in a new thread; drops it if no thread can be started.
     fn start(work: impl FnOnce() + Send + 'static) {
         static AT_EXIT: Once = Once::new();
         // SAFETY: the function takes nothing, unwinds never, and lives as long as the process.
-        AT_EXIT.call_once(|| _ = unsafe { libc::atexit(wait_at_exit) });
-        WORK.process.store(std::process::id(), Ordering::Release);
-        WORK.count(1);
-        let run = move || {
-            work();
-            WORK.count(-1);
-        };
-        if let Err(error) = thread::Builder::new().name("gqa-fold".to_owned()).spawn(run) {
-            tracing::warn!(%error, "no thread to fold constants");
-            WORK.count(-1);
+        AT_EXIT.call_once(|| _ = unsafe { libc::atexit(join_at_exit) });
+        let mut threads = WORK.threads();
+        if WORK.process.swap(std::process::id(), Ordering::AcqRel) != std::process::id() {
+            // Those of a process that was forked. This one cannot join them.
+            mem::take(&mut *threads).into_iter().for_each(mem::forget);
+        }
+        // Few, and a thread that has finished its work has little left to do.
+        threads.extract_if(.., |thread| thread.is_finished()).for_each(|thread| _ = thread.join());
+        match thread::Builder::new().name("gqa-fold".to_owned()).spawn(work) {
+            Ok(thread) => threads.push(thread),
+            Err(error) => tracing::warn!(%error, "no thread to fold constants"),
         }
     }
 
-    fn count(&self, change: isize) {
-        let mut threads = self.threads.lock().unwrap_or_else(PoisonError::into_inner);
-        *threads = threads.saturating_add_signed(change);
-        self.ended.notify_all();
+    fn threads(&self) -> MutexGuard<'_, Vec<JoinHandle<()>>> {
+        self.threads.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// Waits for the threads of this process. A forked child must not wait: it has no threads, and a
-/// lock that one of them held stays locked.
-extern "C" fn wait_at_exit() {
+/// Joins the threads of this process. A forked child must not: it has no threads, and a lock that
+/// one of them held stays locked.
+extern "C" fn join_at_exit() {
     if WORK.process.load(Ordering::Acquire) != std::process::id() {
         return;
     }
-    let threads = WORK.threads.lock().unwrap_or_else(PoisonError::into_inner);
-    drop(WORK.ended.wait_while(threads, |threads| *threads > 0));
+    let threads = mem::take(&mut *WORK.threads());
+    threads.into_iter().for_each(|thread| _ = thread.join());
 }
