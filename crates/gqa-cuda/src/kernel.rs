@@ -1,11 +1,12 @@
 //! A compiled kernel.
 
-use super::sys::{RawFunction, RawModule};
+use super::raw::module::Code;
+use super::sys::RawFunction;
 
 /// A kernel on a device; valid until the device unloads its modules.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Kernel {
-    pub(super) module: RawModule,
+    pub(super) code: Code,
     pub(super) function: RawFunction,
 }
 

@@ -3,8 +3,7 @@
 use super::deferred::Deferred;
 use super::error::{Code, CudaVersion, DriverError};
 use super::kernel::Kernel;
-use super::raw::{self, Failure, report};
-use super::sys::RawModule;
+use super::raw::{self, Failure, module::Code as Loaded, report};
 use gqa_kernels::registry::{self, Entry};
 use gqa_plan::plan::Capability;
 use gqa_ptx::Constants;
@@ -205,11 +204,11 @@ impl Modules {
         let started = std::time::Instant::now();
         let missing = || DriverError::MissingKernel { entry: entry.name, sm };
         let name = CString::new(entry.name).map_err(|_| missing())?;
-        let module = load(shipped, entry.name, constants, self.version)?.ok_or_else(missing)?;
+        let code = load(shipped, entry.name, constants, self.version)?.ok_or_else(missing)?;
         let cluster = if Capability::Clusters.is_of(sm) { entry.max_cluster } else { 1 };
-        // SAFETY: the module was just loaded.
-        let function = unsafe { raw::module::function(module, &name, entry.shared_bytes, cluster) };
-        let function = function.inspect_err(|_| unload(module))?;
+        // SAFETY: the code was just loaded.
+        let function = unsafe { raw::module::function(code, &name, entry.shared_bytes, cluster) };
+        let function = function.inspect_err(|_| unload(code))?;
         let seconds = started.elapsed().as_secs_f64();
         let folded = !constants.is_empty();
         tracing::debug!(
@@ -219,13 +218,13 @@ impl Modules {
             seconds,
             "compiled PTX"
         );
-        Ok(Kernel { module, function })
+        Ok(Kernel { code, function })
     }
 
     /// Unloads all modules. The device's context must be entered.
     pub(super) fn unload(&self) {
         for (_, place) in lock(&self.places).drain() {
-            lock(&place).take().into_iter().for_each(|kernel| unload(kernel.module));
+            lock(&place).take().into_iter().for_each(|kernel| unload(kernel.code));
         }
     }
 }
@@ -234,10 +233,10 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Unloads a module whose function is not used again.
-fn unload(module: RawModule) {
+/// Unloads code whose function is not used again.
+fn unload(code: Loaded) {
     // SAFETY: made by `load`; its function is not used again.
-    report(unsafe { raw::module::unload(module) });
+    report(unsafe { raw::module::unload(code) });
 }
 
 /// A module with one entry and folded constants; `None` where the shipped text lacks the entry.
@@ -246,7 +245,7 @@ fn load(
     entry: &str,
     constants: &Constants,
     version: CudaVersion,
-) -> Result<Option<RawModule>, DriverError> {
+) -> Result<Option<Loaded>, DriverError> {
     let rejected = |code, log| DriverError::PtxRejected { module: shipped.name(), code, log };
     let unreadable =
         |error: &dyn std::fmt::Display| rejected(Code::INVALID_IMAGE, error.to_string());

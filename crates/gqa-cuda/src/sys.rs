@@ -24,6 +24,10 @@ handles! {
     RawStream;
     /// `CUevent`
     RawEvent;
+    /// `CUlibrary`
+    RawLibrary;
+    /// `CUkernel`
+    RawKernel;
     /// `CUmodule`
     RawModule;
     /// `CUfunction`
@@ -178,6 +182,14 @@ functions! {
     cuEventSynchronize(event: RawEvent);
     cuEventElapsedTime(milliseconds: *mut f32, start: RawEvent, end: RawEvent);
 
+    cuLibraryLoadData(
+        library: *mut RawLibrary, code: *const c_void,
+        options: *mut c_int, values: *mut *mut c_void, count: c_uint,
+        of_library: *mut c_int, their_values: *mut *mut c_void, their_count: c_uint
+    );
+    cuLibraryUnload(library: RawLibrary);
+    cuLibraryGetKernel(kernel: *mut RawKernel, library: RawLibrary, name: *const c_char);
+    cuKernelGetFunction(function: *mut RawFunction, kernel: RawKernel);
     cuModuleLoadDataEx(
         module: *mut RawModule, image: *const c_void,
         count: c_uint, options: *mut c_int, values: *mut *mut c_void

@@ -1,14 +1,26 @@
 //! Modules, their kernels, and launches.
 
-use super::super::sys::{self, LaunchAttribute, LaunchConfig, RawFunction, RawModule, RawStream};
+use super::super::error::Code as Status;
+use super::super::sys::{
+    self, LaunchAttribute, LaunchConfig, RawFunction, RawKernel, RawLibrary, RawModule, RawStream,
+};
 use super::context::greatest_priority;
 use super::{Failure, call};
 use std::ffi::{CStr, c_int, c_uint, c_void};
 use std::ptr::null_mut;
 
+/// Loaded code.
+#[derive(Clone, Copy, Debug)]
+pub(in super::super) enum Code {
+    /// What drivers of CUDA 12 and newer load. While they compile it, other threads may launch.
+    Library(RawLibrary),
+    /// What older ones load, which holds up launches until it is compiled.
+    Module(RawModule),
+}
+
 /// Compiles and loads PTX text. A failure comes with the compiler's log. The thread may be
 /// capturing a stream meanwhile.
-pub(in super::super) fn load(ptx: &CStr) -> Result<RawModule, (Failure, String)> {
+pub(in super::super) fn load(ptx: &CStr) -> Result<Code, (Failure, String)> {
     relaxed(|| compile(ptx)).map_err(|failure| (failure, String::new()))?
 }
 
@@ -25,47 +37,69 @@ fn relaxed<T>(work: impl FnOnce() -> T) -> Result<T, Failure> {
     Ok(done)
 }
 
-fn compile(ptx: &CStr) -> Result<RawModule, (Failure, String)> {
+fn compile(ptx: &CStr) -> Result<Code, (Failure, String)> {
     const ERROR_LOG_BUFFER: c_int = 5;
     const ERROR_LOG_BUFFER_SIZE_BYTES: c_int = 6;
     let mut log = vec![0u8; 16 << 10];
     let mut options = [ERROR_LOG_BUFFER, ERROR_LOG_BUFFER_SIZE_BYTES];
     // Values that fit are passed in place of a pointer.
     let mut values: [*mut c_void; 2] = [log.as_mut_ptr().cast(), log.len() as *mut c_void];
-    let mut module: RawModule = null_mut();
-    // SAFETY: the text ends with a NUL; there are two options; the log has the length passed.
+    let count = options.len() as c_uint;
+    let (options, values) = (options.as_mut_ptr(), values.as_mut_ptr());
+    let text = ptx.as_ptr().cast();
+    let mut library: RawLibrary = null_mut();
+    // SAFETY: the text ends with a NUL; there are `count` options, and none of the library's; the
+    // log has the length passed.
     let loaded = unsafe {
-        call!(cuModuleLoadDataEx(
-            &raw mut module,
-            ptx.as_ptr().cast(),
-            options.len() as c_uint,
-            options.as_mut_ptr(),
-            values.as_mut_ptr(),
+        call!(cuLibraryLoadData(
+            &raw mut library,
+            text,
+            options,
+            values,
+            count,
+            null_mut(),
+            null_mut(),
+            0
         ))
     };
-    loaded.map(|()| module).map_err(|failure| {
+    let loaded = match loaded {
+        Err(failure) if failure.code == Status::NOT_FOUND => {
+            let mut module: RawModule = null_mut();
+            // SAFETY: as above.
+            let loaded =
+                unsafe { call!(cuModuleLoadDataEx(&raw mut module, text, count, options, values)) };
+            loaded.map(|()| Code::Module(module))
+        }
+        loaded => loaded.map(|()| Code::Library(library)),
+    };
+    loaded.map_err(|failure| {
         let text = CStr::from_bytes_until_nul(&log).unwrap_or_default();
         (failure, text.to_string_lossy().trim().to_owned())
     })
 }
 
 /// # Safety
-/// `module` comes from [`load`]; neither it nor its functions are used again.
-pub(in super::super) unsafe fn unload(module: RawModule) -> Result<(), Failure> {
+/// `code` comes from [`load`]; neither it nor its functions are used again.
+pub(in super::super) unsafe fn unload(code: Code) -> Result<(), Failure> {
     // SAFETY: the caller's.
-    unsafe { call!(cuModuleUnload(module)) }
+    unsafe {
+        match code {
+            Code::Library(library) => call!(cuLibraryUnload(library)),
+            Code::Module(module) => call!(cuModuleUnload(module)),
+        }
+    }
 }
 
 /// The largest cluster that every GPU with clusters runs; a larger one needs an attribute.
 const PORTABLE_CLUSTER: u32 = 8;
 
-/// A kernel of a module, allowed `shared_bytes` bytes of dynamic shared memory and clusters of
+/// A kernel of loaded code, allowed `shared_bytes` bytes of dynamic shared memory and clusters of
 /// `cluster` CTAs.
 ///
 /// # Safety
-/// `module` exists.
+/// `code` exists.
 pub(in super::super) unsafe fn function(
-    module: RawModule,
+    code: Code,
     name: &CStr,
     shared_bytes: u32,
     cluster: u32,
@@ -73,8 +107,19 @@ pub(in super::super) unsafe fn function(
     const MAX_DYNAMIC_SHARED_SIZE_BYTES: c_int = 8;
     const NON_PORTABLE_CLUSTER_SIZE_ALLOWED: c_int = 14;
     let mut function: RawFunction = null_mut();
-    // SAFETY: the caller's; the driver stores one handle.
-    unsafe { call!(cuModuleGetFunction(&raw mut function, module, name.as_ptr())) }?;
+    // SAFETY: the caller's; the driver stores one handle each.
+    unsafe {
+        match code {
+            Code::Library(library) => {
+                let mut kernel: RawKernel = null_mut();
+                call!(cuLibraryGetKernel(&raw mut kernel, library, name.as_ptr()))?;
+                call!(cuKernelGetFunction(&raw mut function, kernel))
+            }
+            Code::Module(module) => {
+                call!(cuModuleGetFunction(&raw mut function, module, name.as_ptr()))
+            }
+        }
+    }?;
     // SAFETY: the function was just found.
     let set = |attribute, value| unsafe { call!(cuFuncSetAttribute(function, attribute, value)) };
     if shared_bytes > 48 << 10 {

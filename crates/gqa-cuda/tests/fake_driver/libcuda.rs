@@ -287,11 +287,12 @@ functions! {
         put(milliseconds, 1.0)
     }
 
-    cuModuleLoadDataEx(
-        module: *mut Handle, image: *const c_void, _count: c_uint, _options: *mut c_int,
-        _values: *mut *mut c_void
+    cuLibraryLoadData(
+        library: *mut Handle, code: *const c_void, _options: *mut c_int,
+        _values: *mut *mut c_void, _count: c_uint, _of_library: *mut c_int,
+        _their_values: *mut *mut c_void, _their_count: c_uint
     ) {
-        let text = CStr::from_ptr(image.cast()).to_string_lossy();
+        let text = CStr::from_ptr(code.cast()).to_string_lossy();
         let loads = text.matches("ld.param").count();
         let mut state = state();
         if loads < state.least_loads {
@@ -299,12 +300,13 @@ functions! {
         }
         state.modules += 1;
         state.parameter_loads = loads;
-        put(module, handle())
+        put(library, handle())
     }
-    cuModuleUnload(_module: Handle) { SUCCESS }
-    cuModuleGetFunction(function: *mut Handle, _module: Handle, _name: *const c_char) {
-        put(function, handle())
+    cuLibraryUnload(_library: Handle) { SUCCESS }
+    cuLibraryGetKernel(kernel: *mut Handle, _library: Handle, _name: *const c_char) {
+        put(kernel, handle())
     }
+    cuKernelGetFunction(function: *mut Handle, _kernel: Handle) { put(function, handle()) }
     cuFuncSetAttribute(_function: Handle, _attribute: c_int, _value: c_int) { SUCCESS }
 
     cuLaunchKernel(
