@@ -428,14 +428,18 @@ pub struct PrologueParams {
     pub scales: u32,
     /// What a quantized cache holds: a [`Format`](crate::num::Format).
     pub format: u32,
+    /// First element of a head that rotates, a multiple of 8.
+    pub rope_offset: u32,
+    /// Heads of new values: `kv_heads`, or 0 where values are a part of the keys.
+    pub value_heads: u32,
     /// Keeps the size a multiple of 8 without hidden padding.
     pub reserved: u32,
 }
 
 layer!(
     PrologueParams fixes q_heads, kv_heads, head_size, first_prompt, q_epsilon, k_epsilon, scales,
-    format, reserved; q in Strides; k in Strides; v in Strides; q_out in Strides; rotary in
-    RotaryParams
+    format, rope_offset, value_heads, reserved; q in Strides; k in Strides; v in Strides; q_out in
+    Strides; rotary in RotaryParams
 );
 
 /// Scalars of `rolling_kv` and `rolling_lengths`.
@@ -607,14 +611,19 @@ pub struct PagedParams {
     pub format: u32,
     /// Bytes of k_cache and v_cache from one KV head to the next.
     pub head_bytes: u32,
-    /// Keeps the size a multiple of 8 without hidden padding.
-    pub reserved: u32,
+    /// First element of a head that rotates, a multiple of 8.
+    pub rope_offset: u32,
+    /// Heads of values that are appended and gathered: `kv_heads`, or 0 where values are a part of
+    /// the keys.
+    pub value_heads: u32,
+    /// Elements of a head's value and output.
+    pub v_head_size: u32,
 }
 
 layer!(
     PagedParams fixes q_heads, kv_heads, head_size, row_vectors, block_size, moves_queries, scales,
-    by_token, window, counts_new, format, steps, head_bytes, reserved; q in Strides; k in Strides;
-    v in Strides; rotary in RotaryParams
+    by_token, window, counts_new, format, steps, head_bytes, rope_offset, value_heads, v_head_size;
+    q in Strides; k in Strides; v in Strides; rotary in RotaryParams
 );
 
 /// Scalars of `paged_gaps`.
@@ -753,9 +762,9 @@ const _: () = assert!(size_of::<QuantizedHopperParams>() == size_of::<HopperPara
 const _: () =
     assert!(size_of::<QuantizedPagedHopperParams>() == size_of::<PagedHopperParams>() + 2 * 4);
 const _: () = assert!(size_of::<DecodeParams>() == size_of::<AttentionParams>() + 2 * 24 + 14 * 4);
-const _: () = assert!(size_of::<PrologueParams>() == 6 * 24 + 18 * 4);
+const _: () = assert!(size_of::<PrologueParams>() == 6 * 24 + 20 * 4);
 const _: () = assert!(size_of::<PagedDecodeParams>() == size_of::<DecodeParams>() + 16 + 6 * 4);
-const _: () = assert!(size_of::<PagedParams>() == 3 * 24 + 16 + 24 * 4);
+const _: () = assert!(size_of::<PagedParams>() == 3 * 24 + 16 + 26 * 4);
 const _: () = assert!(size_of::<ScatterParams>() == 2 * 24 + 6 * 4);
 const _: () = assert!(size_of::<QuantizeOutputParams>() == 2 * 24 + 4 * 4);
 const _: () = assert!(size_of::<RollingBiasParams>() == 24 + size_of::<RollingParams>() + 3 * 4);

@@ -67,7 +67,8 @@ tensors! {
     };
     /// value
     Value: "value", Input, |p| {
-        Some(spec(has_rows(p) && has_values(p), p.v_dtype, p.value_shape())?.strided(p.strided.value))
+        let is_there = has_rows(p) && p.has_value_tensors();
+        Some(spec(is_there, p.v_dtype, p.value_shape())?.strided(p.strided.value))
     };
     /// past_key
     PastKey: "past_key", Input, |p| {
@@ -75,7 +76,8 @@ tensors! {
     };
     /// past_value
     PastValue: "past_value", Input, |p| {
-        spec(has_past(p), p.value_cache_dtype(), p.value_cache_shape(p.past_capacity))
+        let is_there = has_past(p) && p.has_value_tensors();
+        spec(is_there, p.value_cache_dtype(), p.value_cache_shape(p.past_capacity))
     };
     /// seqlens_k, or past_seqlens where the cache is paged
     SeqlensK: "seqlens_k", Input, |p| spec(!is_update(p), DType::I32, [p.batch]);
@@ -142,7 +144,7 @@ tensors! {
     };
     /// present_value
     PresentValue: "present_value", Cache, |p| {
-        let is_there = p.has_present() && has_values(p);
+        let is_there = p.has_present() && p.has_value_tensors();
         let shape = p.value_cache_shape(p.capacity);
         Some(spec(is_there, p.value_cache_dtype(), shape)?.strided(p.strided.pages))
     };
@@ -170,11 +172,6 @@ fn has_rows_out(p: &Problem) -> bool {
 
 fn is_update(p: &Problem) -> bool {
     matches!(p.computes, CallKind::Update(_))
-}
-
-/// Whether an update has values beside the keys.
-fn has_values(p: &Problem) -> bool {
-    p.v_head_size > 0
 }
 
 fn has_past(p: &Problem) -> bool {

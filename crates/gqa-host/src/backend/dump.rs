@@ -49,7 +49,8 @@ impl Backend for Dumped<'_> {
         let call = Folder(self.folder.join(format!("{number:06}-{}", self.name())));
         call.write_inputs(problem, io)?;
         self.backend.run(problem, io)?;
-        io.outputs().try_for_each(|(id, tensor)| call.write(id.name(), tensor))
+        let mut outputs = io.outputs().filter(|(id, _)| id.spec(problem).is_some());
+        outputs.try_for_each(|(id, tensor)| call.write(id.name(), tensor))
     }
 }
 
@@ -67,7 +68,9 @@ impl Folder {
         }
         if problem.cache == gqa_plan::CacheBinding::Shared {
             self.write("past_key", io.present_key)?;
-            self.write("past_value", io.present_value)?;
+            if problem.has_value_tensors() {
+                self.write("past_value", io.present_value)?;
+            }
         }
         Ok(())
     }

@@ -17,6 +17,7 @@ struct Rows {
 impl Rows {
     /// Of a tensor that the problem wants strided.
     fn of(p: &Problem, id: TensorId) -> Option<Self> {
+        id.spec(p)?;
         let (dense, Strided { query, key, value, output, pages }) = (p.contiguous(), p.strided);
         let of_pages = |p: &Problem| {
             let RowStrides { batch, head, row } = p.pages_strides(p.pages?);

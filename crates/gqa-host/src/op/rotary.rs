@@ -100,6 +100,7 @@ impl RotaryEmbedding {
             layout,
             rotary: Some(Rotary {
                 dim,
+                offset: 0,
                 interleaved: self.interleaved == 1,
                 max_positions,
                 explicit: Some(rows),

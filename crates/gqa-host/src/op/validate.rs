@@ -261,6 +261,7 @@ impl GroupQueryAttention {
             )),
             Some((max_positions, half)) => Ok(Some(Rotary {
                 dim: 2 * half,
+                offset: 0,
                 interleaved: self.rotary_interleaved,
                 max_positions,
                 explicit,

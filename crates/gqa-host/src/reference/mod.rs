@@ -164,7 +164,10 @@ impl<'a> Call<'a> {
             q_norm_weight: values(inputs.input(TensorId::QNormWeight)),
             k_norm_weight: values(inputs.input(TensorId::KNormWeight)),
             key: heads(inputs.input(TensorId::Key), n, nk, p.new_len, h),
-            value: heads(inputs.input(TensorId::Value), n + nk, nk, p.new_len, p.v_head_size),
+            value: match p.latent {
+                true => bnsh(Vec::new(), 0, 0, 0),
+                false => heads(inputs.input(TensorId::Value), n + nk, nk, p.new_len, p.v_head_size),
+            },
         };
         call.first = (0..p.batch).map(|b| call.gone(b)).collect();
         if p.cache != CacheBinding::External {
@@ -188,6 +191,11 @@ impl<'a> Call<'a> {
             };
             let [past_key, past_value] = past;
             let (key, value) = match p.quantized {
+                // Without values of its own.
+                None if p.latent => {
+                    let nothing = bnsh(Vec::new(), 0, 0, 0);
+                    (call.present(present_key, past_key, h, new_key), nothing)
+                }
                 None => (
                     call.present(present_key, past_key, h, new_key),
                     call.present(present_value, past_value, p.v_head_size, new_value),
@@ -389,6 +397,7 @@ impl<'a> Call<'a> {
         for i in 0..half {
             let (first, second) =
                 if rotary.interleaved { (2 * i, 2 * i + 1) } else { (i, i + half) };
+            let (first, second) = (rotary.offset + first, rotary.offset + second);
             let (cos, sin) = (self.cos[position * half + i], self.sin[position * half + i]);
             y[first] = x[first] * cos - x[second] * sin;
             y[second] = x[first] * sin + x[second] * cos;
@@ -458,7 +467,7 @@ impl<'a> Call<'a> {
         let (weights, lse) = softmax(&logits, if visible.is_empty() { None } else { self.sink(n) });
         let mut output = vec![0.0; self.problem.v_head_size];
         for (weight, j) in weights.iter().zip(visible.clone()) {
-            let value = self.value.row(b, n / self.problem.group(), j - self.first[b]);
+            let value = self.value(b, n / self.problem.group(), j - self.first[b]);
             output.iter_mut().zip(value).for_each(|(sum, v)| *sum += weight * v);
         }
         let scores = match self.problem.output_qk {
@@ -470,6 +479,14 @@ impl<'a> Call<'a> {
             QkOutput::Biased => self.columns(visible, &logits, f64::NEG_INFINITY),
         };
         Row { output, scores, lse }
+    }
+
+    /// A value: in a latent call the leading elements of the key.
+    fn value(&self, b: usize, head: usize, row: usize) -> &[f64] {
+        match self.problem.latent {
+            true => &self.key.row(b, head, row)[..self.problem.v_head_size],
+            false => self.value.row(b, head, row),
+        }
     }
 
     /// The keys that query row `s` attends to; a padding row attends to none, and neither does a

@@ -117,14 +117,17 @@ impl<'a> Sequence<'a> {
         })?;
         let shape = alone.key_cache_shape(self.new);
         let zeros = |name| Tensor::try_zeros(name, p.key_cache_dtype(), &shape);
-        let (mut key, mut value) = (zeros("key")?, zeros("value")?);
+        let mut key = zeros("key")?;
+        let mut value = if p.latent { nothing(p) } else { zeros("value")? };
         let mut scales = self.room_for_scales(&alone)?;
         let positions = Array1::from(positions).into();
         let row_scales = scales.as_mut().map(|scales| scales.each_mut());
         self.compute(&alone, io, Some(&positions), [&mut key, &mut value], row_scales)?;
         let size = row_bytes(&key);
         self.scatter(&key, io.present_key, size)?;
-        self.scatter(&value, io.present_value, size)?;
+        if !p.latent {
+            self.scatter(&value, io.present_value, size)?;
+        }
         if let (Some([k, v]), Some([k_scale, v_scale])) = (&scales, &mut io.row_scales) {
             self.scatter(k, k_scale, size_of::<f32>())?;
             self.scatter(v, v_scale, size_of::<f32>())?;
@@ -157,10 +160,16 @@ impl<'a> Sequence<'a> {
         let shape = call.key_cache_shape(self.places.len());
         let zeros = |name, cache: &Tensor| Tensor::try_zeros(name, cache.dtype(), &shape);
         let mut key = zeros("present_key", io.present_key)?;
-        let mut value = zeros("present_value", io.present_value)?;
+        let p = self.problem;
+        let mut value = match p.latent {
+            true => nothing(p),
+            false => zeros("present_value", io.present_value)?,
+        };
         let size = row_bytes(&key);
         self.gather(&mut key, io.present_key, size)?;
-        self.gather(&mut value, io.present_value, size)?;
+        if !p.latent {
+            self.gather(&mut value, io.present_value, size)?;
+        }
         let mut scales = self.room_for_scales(&call)?;
         if let (Some([k, v]), Some([k_scale, v_scale])) = (&mut scales, &io.row_scales) {
             self.gather(k, k_scale, size_of::<f32>())?;
@@ -204,7 +213,8 @@ impl<'a> Sequence<'a> {
             true => Tensor::try_zeros("key", p.dtype, &[1, 0, nk * p.head_size]),
             false => heads(tensor, first, nk),
         };
-        let (key, value) = (new(new_key, n)?, new(new_value, n + nk)?);
+        let key = new(new_key, n)?;
+        let value = if p.latent { nothing(p) } else { new(new_value, n + nk)? };
         let last: Tensor = Array1::from(vec![call.total_len as i32 - 1]).into();
         let words = super::words(io.input(TensorId::TreeMask));
         let words = words
@@ -247,6 +257,11 @@ impl<'a> Sequence<'a> {
         }
         Ok(tokens)
     }
+}
+
+/// In place of the values of a latent call.
+fn nothing(p: &Problem) -> Tensor {
+    Tensor::zeros(p.dtype, &[0])
 }
 
 /// Bytes of a head's row of a cache.

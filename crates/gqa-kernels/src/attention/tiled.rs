@@ -175,7 +175,7 @@ impl<const M: usize, const D8: usize, const N8: usize, const THREADS: u32>
             return;
         }
         let blocks = Blocks::new(block_table, batch, &p);
-        let rope = Rope { cos, sin, position_ids: Global::null(), params: p.rotary };
+        let rope = Rope { cos, sin, position_ids: Global::null(), params: p.rotary, offset: 0 };
         let tokens = AttentionParams { q_len: p.tokens, ..p.attention };
         let rotate = || {
             if rope.params.dim > 0 {

@@ -4,11 +4,12 @@
 //! head, head size).
 //!
 //! One thread moves two 16-byte vectors of one new row, in `concat_kv_in_place` of K and of V; K is
-//! rotated on the way. Row `s` of batch entry `b` lands in cache row `past_b + s`. Rows of padding
-//! (`past_b + s` at or behind the entry's length) are not written, nor is any other cache row.
+//! rotated on the way. A latent cache has no V. Row `s` of batch entry `b` lands in cache row
+//! `past_b + s`. Rows of padding (`past_b + s` at or behind the entry's length) are not written, nor
+//! is any other cache row.
 
 use super::quantize::{Divisors, store_vector};
-use super::rope::{Rope, Unturned, pairs};
+use super::rope::{Around, Rope, Unturned, pairs};
 use super::seqlen;
 use super::walk::Walk;
 use crate::concept::scales::ScalesPer;
@@ -54,11 +55,15 @@ impl<T: Element> Append<'_, T> {
     /// The same of both heads number `head`: values are on their way while keys wait for angles.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn both(&self, [b, s, head, pair]: [u32; 4], seqlen: Seqlen) {
-        if seqlen.is_token(s) {
-            let values = self.load_values([b, s, head, pair]);
-            self.rotate_keys([b, s, head, pair], seqlen);
-            values.store(self.values_to([b, s, head], seqlen));
+        if !seqlen.is_token(s) {
+            return;
         }
+        if head >= self.params.value_heads {
+            return self.rotate_keys([b, s, head, pair], seqlen);
+        }
+        let values = self.load_values([b, s, head, pair]);
+        self.rotate_keys([b, s, head, pair], seqlen);
+        values.store(self.values_to([b, s, head], seqlen));
     }
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
@@ -72,7 +77,7 @@ impl<T: Element> Append<'_, T> {
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn load_values(&self, [b, s, head, pair]: [u32; 4]) -> Unturned {
         let p = self.params;
-        Unturned::load((self.v, p.v.at(b, head, s)), 0, pair, p.head_size)
+        Unturned::load((self.v, p.v.at(b, head, s)), Around::NOTHING, pair, p.head_size)
     }
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
@@ -100,7 +105,7 @@ pub fn concat_kv_in_place<T: Element>(
     present_v: Global<T>,
     p: PrologueParams,
 ) {
-    let rope = Rope { cos, sin, position_ids, params: p.rotary };
+    let rope = Rope { cos, sin, position_ids, params: p.rotary, offset: p.rope_offset };
     let append = Append { k, v, present_k, present_v, rope, params: &p };
     for [b, s, head, pair] in Walk::over(concat_kv_in_place_size(&p, T::PER_VEC)) {
         append.both([b, s, head, pair], seqlen(&p, seqlens, b));
@@ -129,7 +134,7 @@ pub fn append_quantized<T: Element>(
     present_v: Global<u16>,
     p: PrologueParams,
 ) {
-    let rope = Rope { cos, sin, position_ids, params: p.rotary };
+    let rope = Rope { cos, sin, position_ids, params: p.rotary, offset: p.rope_offset };
     let (scales, present) = ([k_scale, v_scale], [present_k, present_v]);
     with_code!(p.format, |code| append(code, (k, v), rope, scales, seqlens, present, &p));
 }
@@ -164,7 +169,8 @@ fn append<T: Element, C: Code>(
             let position = rope.position(b, s, seqlen.past);
             rope.rotate_pair((k, p.k.at(b, head, s)), (pair, p.head_size), position, store);
         } else {
-            Unturned::load((v, p.v.at(b, head, s)), 0, pair, p.head_size).each(store);
+            let from = (v, p.v.at(b, head, s));
+            Unturned::load(from, Around::NOTHING, pair, p.head_size).each(store);
         }
     }
 }

@@ -64,7 +64,7 @@ pub fn append_dequantized<T: Element, const BY_ROW: bool>(
     v_numbers: Global<T>,
     p: PrologueParams,
 ) {
-    let rope = Rope { cos, sin, position_ids, params: p.rotary };
+    let rope = Rope { cos, sin, position_ids, params: p.rotary, offset: p.rope_offset };
     let per = ScalesPer::new(p.scales);
     let cache = |present, numbers, scales| Cache { present, numbers, scales, per, by_row: BY_ROW };
     let keys = cache(present_k, k_numbers, k_scale);

@@ -61,7 +61,7 @@ impl Source {
 /// present, vector).
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn concat_new_to_past_kv_size(p: &PrologueParams, per_vec: u32) -> [u32; 4] {
-    [p.batch, 2 * p.kv_heads, p.capacity, p.head_size / per_vec]
+    [p.batch, p.kv_heads + p.value_heads, p.capacity, p.head_size / per_vec]
 }
 
 /// Copies past and appends new K and V rows.
@@ -79,7 +79,7 @@ pub fn concat_new_to_past_kv<T: Element>(
     present_v: Global<T>,
     p: PrologueParams,
 ) {
-    let rope = Rope { cos, sin, position_ids, params: p.rotary };
+    let rope = Rope { cos, sin, position_ids, params: p.rotary, offset: p.rope_offset };
     for [b, head, row, vector] in Walk::over(concat_new_to_past_kv_size(&p, T::PER_VEC)) {
         let is_key = head < p.kv_heads;
         let head = if is_key { head } else { head - p.kv_heads };

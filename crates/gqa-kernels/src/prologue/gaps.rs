@@ -14,7 +14,7 @@
 //! Tensors: q of tokens with its strides, not rotated; k_cache, v_cache (block, row, KV head, head
 //! size), or where they are null k_codes, v_codes, quantized values; k_scale, v_scale as in
 //! [`paged`](super::paged); tree_mask (tokens) or null; head_sink (query head); out (tokens, query
-//! head, head size); lse (query head, tokens) or null.
+//! head, v_head_size); lse (query head, tokens) or null.
 
 use super::paged::{Blocks, Place, sequence_of};
 use super::rope::{Rope, pairs};
@@ -73,7 +73,13 @@ pub fn paged_gaps<T: Element>(
 ) {
     let call = Call {
         q,
-        rope: Rope { cos, sin, position_ids: Global::null(), params: p.paged.rotary },
+        rope: Rope {
+            cos,
+            sin,
+            position_ids: Global::null(),
+            params: p.paged.rotary,
+            offset: p.paged.rope_offset,
+        },
         blocks: Blocks { table: block_table, slot_mapping: Global::null() },
         keys: Cache { elements: k_cache, codes: k_codes, scales: k_scale },
         values: Cache { elements: v_cache, codes: v_codes, scales: v_scale },
@@ -153,7 +159,7 @@ impl<T: Element> Call<'_, T> {
     /// Computes a row.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn attend(&self, row: &Row) {
-        let size = self.p.paged.head_size;
+        let size = self.p.paged.v_head_size;
         let visible = self.visible(row);
         for column in Rolled(0..size, COLUMNS) {
             let (mut state, mut sums) = (PlainState::EMPTY, [0.0; LANE_COLUMNS]);
@@ -220,7 +226,7 @@ impl<T: Element> Call<'_, T> {
             if place != NOWHERE {
                 for (c, sum) in sums.iter_mut().enumerate() {
                     let e = column + 32 * c as u32 + lane();
-                    if e < self.p.paged.head_size {
+                    if e < self.p.paged.v_head_size {
                         *sum = fma(weight, self.values.load(self.p, place, self.kv(row), e), *sum);
                     }
                 }
@@ -305,10 +311,10 @@ impl<T: Element> Call<'_, T> {
         }
         factor *= state.normaliser();
         let token = row.sequence.start + row.token;
-        let at = (token as usize * p.q_heads as usize + row.head as usize) * p.head_size as usize;
+        let at = (token as usize * p.q_heads as usize + row.head as usize) * p.v_head_size as usize;
         for (c, sum) in sums.iter().enumerate() {
             let e = column + 32 * c as u32 + lane();
-            if e < p.head_size {
+            if e < p.v_head_size {
                 self.out.store(at + e as usize, T::from_f32(sum * factor));
             }
         }

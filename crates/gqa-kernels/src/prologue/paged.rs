@@ -25,7 +25,7 @@
 //! touched.
 
 use super::quantize::{Divisors, store_quotients, store_vector};
-use super::rope::{Rope, Unturned, pairs};
+use super::rope::{Around, Rope, Unturned, pairs};
 use super::row_scales::{NewRow, each_row, lanes};
 use super::walk::Walk;
 use crate::concept::pages::{Length, Sequence};
@@ -145,14 +145,14 @@ impl Blocks {
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn paged_append_size(p: &PagedParams, per_vec: u32) -> [u32; 4] {
     let [batch, rows] = if p.by_token != 0 { [1, p.tokens] } else { [p.batch, p.q_len] };
-    [batch, rows, moved(p) + 2 * p.kv_heads, pairs(p.head_size, per_vec)]
+    [batch, rows, moved(p) + p.kv_heads + p.value_heads, pairs(p.head_size, per_vec)]
 }
 
 /// The same of lanes that share rows of keys and values.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn shared_rows_size(p: &PagedParams, per_vec: u32) -> [u32; 4] {
     let [batch, rows, ..] = paged_append_size(p, per_vec);
-    [batch, rows, 2 * p.kv_heads, lanes(p.head_size / per_vec)]
+    [batch, rows, p.kv_heads + p.value_heads, lanes(p.head_size / per_vec)]
 }
 
 /// Query heads that move.
@@ -179,7 +179,7 @@ pub fn paged_append<T: Element>(
     v_cache: Global<T>,
     p: PagedParams,
 ) {
-    let rope = Rope { cos, sin, position_ids, params: p.rotary };
+    let rope = Rope { cos, sin, position_ids, params: p.rotary, offset: p.rope_offset };
     let call = New { q, k, v, rope, starts, past_seqlens, q_out };
     call.append(&p, Blocks { table: block_table, slot_mapping }, |row, is_key, e, vector| {
         let cache = if is_key { k_cache } else { v_cache };
@@ -207,7 +207,7 @@ pub fn paged_append_quantized<T: Element>(
     v_cache: Global<u16>,
     p: PagedParams,
 ) {
-    let rope = Rope { cos, sin, position_ids, params: p.rotary };
+    let rope = Rope { cos, sin, position_ids, params: p.rotary, offset: p.rope_offset };
     let call = New { q, k, v, rope, starts, past_seqlens, q_out };
     let blocks = Blocks { table: block_table, slot_mapping };
     let cache = Quantized { k_scale, v_scale, k_cache, v_cache };
@@ -273,7 +273,7 @@ impl<T: Element> New<T> {
             } else {
                 let row = Row { place, head: head - p.kv_heads };
                 let from = (self.v, p.v.at(0, row.head, token));
-                let values = Unturned::load(from, 0, pair, p.head_size);
+                let values = Unturned::load(from, Around::NOTHING, pair, p.head_size);
                 values.each(|e, vector| store(row, false, e, vector));
             }
         }
@@ -312,7 +312,7 @@ impl<T: Element> New<T> {
         cache: Quantized,
     ) {
         if p.moves_queries != 0 {
-            let alone = PagedParams { kv_heads: 0, ..*p };
+            let alone = PagedParams { kv_heads: 0, value_heads: 0, ..*p };
             self.append(&alone, blocks, |_, _, _, _| {});
         }
         let row = |index| self.new_row(p, blocks, index);
@@ -380,7 +380,7 @@ impl Quantized {
 /// 16-byte vector).
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn paged_gather_size(p: &PagedParams) -> [u32; 4] {
-    [p.batch, 2 * p.kv_heads, p.capacity, p.row_vectors]
+    [p.batch, p.kv_heads + p.value_heads, p.capacity, p.row_vectors]
 }
 
 /// Copies every sequence's rows side by side, zeros for those that no token sees, and the scales of

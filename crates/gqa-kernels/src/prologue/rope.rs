@@ -17,7 +17,8 @@ use crate::tile::seqlens::Seqlens;
 /// | half-split | `(x[i], x[i + dim/2])` | `(x0·cos - x1·sin, x1·cos + x0·sin)` |
 /// | interleaved | `(x[2i], x[2i + 1])` | the same |
 ///
-/// Elements from `dim` on pass through. Arithmetic in f32, one rounding to `T`.
+/// Elements are counted from `offset` on; those before it, and from `dim` on, pass through.
+/// Arithmetic in f32, one rounding to `T`.
 #[derive(Clone, Copy)]
 pub struct Rope<T> {
     /// (max_positions, dim / 2)
@@ -28,6 +29,8 @@ pub struct Rope<T> {
     pub position_ids: Global<i64>,
     /// Number and pairing of the rotated elements.
     pub params: RotaryParams,
+    /// The first of them in a head, a multiple of 8.
+    pub offset: u32,
 }
 
 impl<T: Element> Rope<T> {
@@ -42,14 +45,17 @@ impl<T: Element> Rope<T> {
     }
 
     /// Elements `e ..` of the head that starts at `x[head]`, rotated. `dim/2` and, for 16-bit
-    /// types, `e` are multiples of 8, so that a vector lies in one half of `dim`, or wholly past
-    /// `dim`.
+    /// types, `e` are multiples of 8, so that a vector lies in one half of `dim`, or wholly outside
+    /// of `dim`.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn vector(&self, x: Global<T>, head: usize, e: u32, position: i64) -> [u32; 4] {
         let p = self.params;
-        if e >= p.dim {
+        // Elements before `offset` wrap around.
+        let turned = e.wrapping_sub(self.offset);
+        if turned >= p.dim {
             return x.load_vec(head + e as usize);
         }
+        let (head, e) = (head + self.offset as usize, turned);
         if position < 0 || position >= p.max_positions as i64 {
             return pack::<T>([f32::NAN; 8]);
         }
@@ -115,9 +121,11 @@ impl<T: Element> Rope<T> {
     ) {
         let half = self.params.dim / (2 * T::PER_VEC);
         if pair >= half {
-            return Unturned::load((x, from), 2 * half, pair - half, head_size).each(to);
+            let before = self.offset / T::PER_VEC;
+            let around = Around { before, turned: 2 * half };
+            return Unturned::load((x, from), around, pair - half, head_size).each(to);
         }
-        let places = [pair, pair + half].map(|vector| (vector * T::PER_VEC) as usize);
+        let places = [pair, pair + half].map(|n| (self.offset + n * T::PER_VEC) as usize);
         let vectors = places.map(|place| x.load_vec(from + place));
         let angles = self.angles(pair * T::PER_VEC, position);
         let rotated = self.rotate(vectors, angles);
@@ -196,6 +204,26 @@ impl<F: Fn(usize, [u32; 4])> StoreVector for F {
     }
 }
 
+/// The vectors of a head that rotate, around which the others pass through.
+#[derive(Clone, Copy)]
+pub(super) struct Around {
+    /// Vectors before them.
+    pub before: u32,
+    /// Their number.
+    pub turned: u32,
+}
+
+impl Around {
+    /// All vectors pass through.
+    pub const NOTHING: Self = Self { before: 0, turned: 0 };
+
+    /// Vector number `nth` of those that pass through.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn vector(self, nth: u32) -> u32 {
+        if nth < self.before { nth } else { self.turned + nth }
+    }
+}
+
 /// Two vectors of a head that pass through unrotated, each with its first element's index in the
 /// head. The second may be missing.
 pub(super) struct Unturned {
@@ -204,23 +232,22 @@ pub(super) struct Unturned {
 }
 
 impl Unturned {
-    /// Loads pair number `pair` of the vectors, from vector `first` on, of the head that starts at
+    /// Loads pair number `pair` of the vectors that pass through, of the head that starts at
     /// `x[from]`.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn load<T: Element>(
         (x, from): (Global<T>, usize),
-        first: u32,
+        around: Around,
         pair: u32,
         head_size: u32,
     ) -> Self {
-        let vectors = head_size / T::PER_VEC;
-        let low = first + pair;
-        let high = low + (vectors - first).div_ceil(2);
-        let vector = |number: u32| {
-            let element = (number * T::PER_VEC) as usize;
+        let vectors = head_size / T::PER_VEC - around.turned;
+        let high = pair + vectors.div_ceil(2);
+        let vector = |nth: u32| {
+            let element = (around.vector(nth) * T::PER_VEC) as usize;
             (element, x.load_vec(from + element))
         };
-        Self { low: vector(low), high: (high < vectors).then(|| vector(high)) }
+        Self { low: vector(pair), high: (high < vectors).then(|| vector(high)) }
     }
 
     /// The same pair, filled with zeros.
@@ -265,7 +292,7 @@ pub fn rotary_embedding<T: Element>(
     q_out: Global<T>,
     p: PrologueParams,
 ) {
-    let rope = Rope { cos, sin, position_ids, params: p.rotary };
+    let rope = Rope { cos, sin, position_ids, params: p.rotary, offset: p.rope_offset };
     for [b, s, head, pair] in Walk::over(rotary_embedding_size(&p, T::PER_VEC)) {
         let position = rope.position(b, s, seqlen(&p, seqlens, b).past);
         let (from, to) = ((q, p.q.at(b, head, s)), (q_out, p.q_out.at(b, head, s)));

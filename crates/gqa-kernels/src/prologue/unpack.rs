@@ -19,8 +19,8 @@ use crate::tile::seqlens::Seqlens;
 /// Without new K and V rows only Q heads.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn unpack_qkv_size(p: &PrologueParams, per_vec: u32) -> [u32; 4] {
-    let kv_heads = if p.new_len == 0 { 0 } else { p.kv_heads };
-    [p.batch, p.q_len, p.q_heads + 2 * kv_heads, p.head_size / per_vec]
+    let new_heads = if p.new_len == 0 { 0 } else { p.kv_heads + p.value_heads };
+    [p.batch, p.q_len, p.q_heads + new_heads, p.head_size / per_vec]
 }
 
 /// Index space of [`unpack_qkv_with_rope_and_append_kv`]: the last index counts pairs of vectors.
@@ -69,7 +69,7 @@ pub fn unpack_qkv_with_rope_and_append_kv<T: Element>(
     present_v: Global<T>,
     p: PrologueParams,
 ) {
-    let rope = Rope { cos, sin, position_ids, params: p.rotary };
+    let rope = Rope { cos, sin, position_ids, params: p.rotary, offset: p.rope_offset };
     let append = Append { k, v, present_k, present_v, rope, params: &p };
     for [b, s, head, pair] in Walk::over(unpack_qkv_with_rope_and_append_kv_size(&p, T::PER_VEC)) {
         let seqlen = seqlen(&p, seqlens, b);

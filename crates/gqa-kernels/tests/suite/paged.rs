@@ -43,6 +43,7 @@ proptest! {
             q: strides(q_heads), k: strides(kv_heads), v: strides(kv_heads),
             rotary: RotaryParams { dim: 16, max_positions: 3, ..RotaryParams::default() },
             batch, q_heads, kv_heads, head_size, row_vectors: head_size / 4, q_len, tokens,
+            value_heads: kv_heads, v_head_size: head_size,
             capacity: (per_sequence * block_size).min(7), blocks, block_size, per_sequence,
             moves_queries: moves.into(), scales: if by_row { PER_TOKEN } else { 0 }, by_token: (by_token && !moves).into(), least: 2, window, counts_new: counts_new.into(), format,
             ..PagedParams::zeroed()

@@ -193,6 +193,7 @@ impl Case {
             batch: self.batch(),
             q_heads: self.q_heads(),
             kv_heads: self.kv_heads,
+            value_heads: self.kv_heads,
             head_size: self.head_size,
             q_len: self.q_len,
             new_len: self.new_len(),

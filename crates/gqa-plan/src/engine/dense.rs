@@ -5,7 +5,8 @@ use crate::problem::{Bias, Layout, Phase, Problem, ProblemFields, Rotary, RowStr
 use gqa_tensor::{DType, Error, Result};
 
 /// A call of sequences with the same number of new tokens, which are appended in place to a KV
-/// cache of shape (batch, KV heads, capacity, size): `present_key` and `present_value`.
+/// cache of shape (batch, KV heads, capacity, size): `present_key` and `present_value`. A
+/// [latent](Layer::latent) layer has `key` and `present_key` only.
 ///
 /// `query` has shape (batch, rows, heads · size), `key` and `value` (batch, rows, KV heads · size),
 /// unless [`packed`](Self::packed) or in another [`layout`](Self::layout). The int32 tensor
@@ -174,7 +175,7 @@ impl Layer {
     /// Where a value of the layer or of the call is not supported: the error names it as this
     /// module does, as in `heads.kv`, and a tensor by its ONNX name.
     pub fn dense(&self, call: Dense) -> Result<Problem> {
-        let Dense { batch, rows, capacity, longest, layout, strided, .. } = call;
+        let Dense { batch, rows, capacity, longest, layout, .. } = call;
         self.check_dense(&call)?;
         let fields = self.fields("GroupQueryAttention", 8)?;
         let explicit = call.positions.then_some(rows);
@@ -189,7 +190,7 @@ impl Layer {
             phase: if call.padded { Phase::PaddedChunk } else { phase(rows, longest) },
             packed: call.packed,
             layout,
-            strided,
+            strided: self.strided(call.strided),
             rotary: fields.rotary.map(|rotary| Rotary { explicit, ..rotary }),
             window: self.window_within(capacity.max(longest)),
             causal: self.causal && !call.tree_mask,

@@ -6,7 +6,7 @@ use gqa_tensor::{Error, Result};
 
 /// Attention over given keys and values, which stay in place: `query` has shape (batch, rows, heads
 /// · size), `key` and `value` (batch, keys, KV heads · size), with any [`strides`](Self::strides).
-/// There is no KV cache and no RoPE.
+/// There is no KV cache and no RoPE. A [latent](Layer::latent) layer has no `value`.
 ///
 /// The query rows are the last positions of a sequence: row `i` of `n`, over `m` keys, has position
 /// `i + m - n`. The int32 tensor `seqlens_k`, of shape (batch), has the index of each sequence's
@@ -119,7 +119,7 @@ impl Layer {
             phase,
             alignment,
             cache: CacheBinding::External,
-            strided: call.strided,
+            strided: self.strided(call.strided),
             window: self.window,
             // A token that sees none behind it is causal.
             causal: self.causal || right_window == Some(0),

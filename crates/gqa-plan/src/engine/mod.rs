@@ -3,7 +3,8 @@
 //! A [`Layer`] has the fixed properties of an attention layer: element type, heads, scale, softcap,
 //! window, RoPE and so on. A call over it is [`Dense`], where each sequence has a KV cache of its
 //! own, or [`Paged`], where sequences of any lengths share one, or [`External`], where keys and
-//! values are given and there is no cache. Each becomes a [`Problem`](crate::problem::Problem),
+//! values are given and there is no cache. A layer of [multi-head latent attention](Layer::latent)
+//! takes all three. Each becomes a [`Problem`](crate::problem::Problem),
 //! which a [`Planner`](crate::plan::Planner) turns into launches. Descriptions have no tensors: an
 //! engine's memory is on the GPU.
 //!
@@ -29,7 +30,9 @@ pub use external::External;
 pub use paged::Paged;
 
 use crate::limits::MAX_HEAD_SIZE;
-use crate::problem::{CacheBinding, Phase, ProblemFields, QkNorm, Quantization, Rotary, Sink};
+use crate::problem::{
+    CacheBinding, Phase, ProblemFields, QkNorm, Quantization, Rotary, Sink, Strided,
+};
 use gqa_tensor::{DType, Error, Result};
 
 /// The heads of a layer.
@@ -43,13 +46,27 @@ pub struct Heads {
     pub size: usize,
 }
 
+/// The heads of a layer of multi-head latent attention: [`Layer::latent`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct LatentHeads {
+    /// Query heads.
+    pub query: usize,
+    /// Elements of a query head, and of a token's row in the cache: a multiple of 8.
+    pub size: usize,
+    /// Leading elements of the row that are its value, and elements of an output head: a multiple
+    /// of 8 up to `size`.
+    pub values: usize,
+}
+
 /// Rotary position embedding. The tensors `cos_cache` and `sin_cache`, of the layer's element
 /// type, have shape (positions, dim / 2).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub struct Rope {
-    /// Leading elements of each head that rotate.
+    /// Elements of each head that rotate.
     pub dim: usize,
+    /// The first of them, a multiple of 8. The others pass through.
+    pub offset: usize,
     /// Rows of `cos_cache` and `sin_cache`.
     pub positions: usize,
     /// Pairs are neighbours (2i, 2i + 1), as in GPT-J, rather than halves (i, i + dim / 2), as in
@@ -58,9 +75,15 @@ pub struct Rope {
 }
 
 impl Rope {
-    /// Rotates halves.
+    /// Rotates halves of the leading `dim` elements.
     pub const fn new(dim: usize, positions: usize) -> Self {
-        Self { dim, positions, interleaved: false }
+        Self { dim, offset: 0, positions, interleaved: false }
+    }
+
+    /// Rotates the elements from `first` on, a multiple of 8: the last 64 of 576 in DeepSeek's
+    /// latent rows.
+    pub const fn offset(self, first: usize) -> Self {
+        Self { offset: first, ..self }
     }
 
     /// Rotates neighbours.
@@ -76,6 +99,8 @@ impl Rope {
 pub struct Layer {
     dtype: DType,
     heads: Heads,
+    /// The size of values in a latent layer.
+    latent: Option<usize>,
     scale: Option<f32>,
     softcap: Option<f32>,
     window: Option<usize>,
@@ -93,6 +118,7 @@ impl Layer {
         Self {
             dtype,
             heads,
+            latent: None,
             scale: None,
             softcap: None,
             window: None,
@@ -102,6 +128,38 @@ impl Layer {
             qk_norm: None,
             quantized: None,
         }
+    }
+
+    /// A causal layer of multi-head latent attention (MLA) with absorbed projections: all query
+    /// heads attend to one KV head, whose rows of `heads.size` elements are keys, and whose values
+    /// are the leading `heads.values` elements of the same rows. The scale of q·k is that of the
+    /// model's own, shorter heads, and so is always given.
+    ///
+    /// Calls have one cache, `present_key`, and no tensors `value` and `present_value`; `key` has
+    /// the new rows. `output` has heads of `heads.values` elements. Types are as in
+    /// [`new`](Self::new); QK-norm, [quantized](Self::quantized) caches and packed tensors are not
+    /// supported.
+    ///
+    /// ```
+    /// use gqa_plan::DType;
+    /// use gqa_plan::engine::{LatentHeads, Layer, Paged, Rope};
+    /// use gqa_plan::plan::TensorId;
+    ///
+    /// // DeepSeek V3: 512 latent channels and 64 that rotate; the scale is that of heads of 192.
+    /// let heads = LatentHeads { query: 128, size: 576, values: 512 };
+    /// let layer = Layer::latent(DType::BF16, heads, 192f32.sqrt().recip())
+    ///     .rope(Rope::new(64, 4096).offset(512).interleaved());
+    /// let step = layer.paged(Paged::decode(2, [100, 64, 64]))?;
+    /// let cache = TensorId::PresentKey.spec(&step).map(|spec| spec.shape);
+    /// assert_eq!(cache, Some(vec![100, 64, 1, 576]));
+    /// assert_eq!(TensorId::PresentValue.spec(&step), None);
+    /// assert_eq!(step.output_shape(), [2, 128 * 512]);
+    /// # Ok::<(), gqa_plan::Error>(())
+    /// ```
+    pub const fn latent(dtype: DType, heads: LatentHeads, scale: f32) -> Self {
+        let LatentHeads { query, size, values } = heads;
+        let layer = Self::new(dtype, Heads { query, kv: 1, size });
+        Self { latent: Some(values), scale: Some(scale), ..layer }
     }
 
     /// The scale of q·k; the default is 1/√size.
@@ -176,7 +234,8 @@ impl Layer {
             q_heads: query,
             kv_heads: kv,
             head_size: size,
-            v_head_size: size,
+            v_head_size: self.latent.unwrap_or(size),
+            latent: self.latent.is_some(),
             cache: CacheBinding::Shared,
             quantized: self.quantized,
             qk_norm: self.qk_norm.map(|epsilon| QkNorm { q_epsilon: epsilon, k_epsilon: epsilon }),
@@ -189,6 +248,14 @@ impl Layer {
         })
     }
 
+    /// The strides of a call's tensors; those of key and value are given together.
+    fn strided(&self, strided: Strided) -> Strided {
+        match self.latent {
+            Some(_) => Strided { value: None, ..strided },
+            None => strided,
+        }
+    }
+
     /// The window, if it is shorter than `longest` tokens; a longer one hides nothing.
     fn window_within(&self, longest: usize) -> Option<usize> {
         self.window.filter(|&window| window < longest)
@@ -198,8 +265,8 @@ impl Layer {
 impl Rope {
     /// RoPE with positions that follow from the lengths.
     fn implicit(self) -> Rotary {
-        let Self { dim, positions, interleaved } = self;
-        Rotary { dim, interleaved, max_positions: positions, explicit: None }
+        let Self { dim, offset, positions, interleaved } = self;
+        Rotary { dim, offset, interleaved, max_positions: positions, explicit: None }
     }
 }
 

@@ -5,7 +5,8 @@ use crate::problem::{Pages, Phase, Problem, ProblemFields, RowStrides, Strided};
 use gqa_tensor::{Error, Result};
 
 /// A call over a paged KV cache, with any number of new tokens in each sequence; the cache has
-/// shape (blocks, block size, KV heads, size): `present_key` and `present_value`.
+/// shape (blocks, block size, KV heads, size): `present_key` and `present_value`. A
+/// [latent](Layer::latent) layer has `key` and `present_key` only.
 ///
 /// The new tokens of all sequences are concatenated (varlen): `query` has shape (tokens, heads ·
 /// size), `key` and `value` (tokens, KV heads · size). The GPU reads lengths and block tables from
@@ -164,7 +165,7 @@ impl Layer {
             phase: if rows == 1 { Phase::TokenGeneration } else { Phase::SubsequentPrompt },
             pages: Some(pages),
             packed: call.packed,
-            strided: call.strided,
+            strided: self.strided(call.strided),
             window: self.window_within(longest),
             causal: self.causal && !call.tree_mask,
             tree_mask: call.tree_mask,

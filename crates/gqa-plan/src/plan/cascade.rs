@@ -47,6 +47,7 @@ pub(super) fn consider(family: &'static dyn Family, call: &Call<'_>) -> Result<C
     requirements::one_type(call.problem)?;
     quantizes(family, call.problem)?;
     takes_tree_mask(family, call.problem)?;
+    takes_latent(family, call.problem)?;
     Ok(Choice { family, kernel: family.choose(call)? })
 }
 
@@ -65,6 +66,16 @@ fn takes_tree_mask(family: &dyn Family, p: &Problem) -> Result<(), Rejection> {
     match p.tree_mask && !entries().any(takes) {
         true => Err(Rejection::Argument { name: "tree_mask" }),
         false => Ok(()),
+    }
+}
+
+/// Few families take values that are a part of the keys, or rotate from a later element on.
+fn takes_latent(family: &dyn Family, p: &Problem) -> Result<(), Rejection> {
+    let offset = p.rotary.map_or(0, |rotary| rotary.offset);
+    match family.takes_latent() {
+        false if p.latent => Err(Rejection::Latent),
+        false if offset != 0 => Err(Rejection::Argument { name: "rotary_offset" }),
+        _ => Ok(()),
     }
 }
 

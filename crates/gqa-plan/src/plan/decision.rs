@@ -71,6 +71,8 @@ pub enum Rejection {
         /// The call's size of values.
         size: usize,
     },
+    /// The kernel needs tensors of values.
+    Latent,
     /// The kernel moves whole vectors of 8 elements.
     Vectors {
         /// The call's head size.
@@ -215,6 +217,7 @@ impl fmt::Display for Rejection {
             Self::Values { dtype, size } => {
                 write!(f, "does not take values of type {dtype} and size {size} with these keys")
             }
+            Self::Latent => write!(f, "does not take a latent KV cache"),
             Self::Vectors { got } => write!(f, "head size {got} is not a multiple of 8"),
             Self::HeadSize { got, max } => write!(f, "head size {got} is over {max}"),
             Self::OtherHeadSize { got } => write!(f, "has no tile for head size {got}"),

@@ -179,6 +179,7 @@ fn describe(p: &Problem) -> Vec<String> {
         CacheBinding::External => "external",
     };
     let values = match (p.v_head_size == p.head_size, p.v_dtype == p.dtype) {
+        _ if p.latent => format!("; values are the leading {} elements of keys", p.v_head_size),
         (true, true) => String::new(),
         _ => format!("; values {} of size {}", p.v_dtype, p.v_head_size),
     };
@@ -221,7 +222,11 @@ fn features(p: &Problem) -> Vec<String> {
     add(p.qk_norm.is_some(), "QK-norm".to_owned());
     if let Some(rotary) = p.rotary {
         let pairs = if rotary.interleaved { "interleaved" } else { "half-split" };
-        add(true, format!("{pairs} rotary embedding of {} elements", rotary.dim));
+        let from = match rotary.offset {
+            0 => String::new(),
+            offset => format!(" from element {offset} on"),
+        };
+        add(true, format!("{pairs} rotary embedding of {} elements{from}", rotary.dim));
     }
     add(p.prefetch_cache, "prefetch_cache cache".to_owned());
     add(p.float8_products, "float8 products".to_owned());

@@ -20,6 +20,12 @@ pub(super) trait Family: Sync {
         false
     }
 
+    /// Whether it takes calls in which values are a part of the keys, and rotary embeddings that do
+    /// not begin at the first element of a head.
+    fn takes_latent(&self) -> bool {
+        false
+    }
+
     /// Whether its launches take tiles, of one query head each, from a queue that two launches can
     /// share.
     fn draws_tiles(&self) -> bool {

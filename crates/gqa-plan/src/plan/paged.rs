@@ -26,7 +26,7 @@ use super::device::DeviceInfo;
 use super::launch::{Arg, Launch};
 use super::mixed::Attentions;
 use super::options::PlanOptions;
-use super::params::{format, rotary_params, scale_tensors, scales};
+use super::params::{format, rope_offset, rotary_params, scale_tensors, scales};
 use super::positions::positions;
 use super::prologue::normalise;
 use super::rebind::Rebind;
@@ -137,7 +137,9 @@ impl<'a> Prologue<'a> {
             counts_new: pages.counts_new.into(),
             format: format(p),
             head_bytes: cache.head as u32,
-            reserved: 0,
+            rope_offset: rope_offset(p.rotary)?,
+            value_heads: u32_of("KV heads", p.value_heads())?,
+            v_head_size: u32_of("value head size", p.v_head_size)?,
             q_len: u32_of("query rows", p.q_len)?,
             tokens: u32_of("tokens", pages.tokens)?,
             capacity: u32_of("rows of a sequence", p.capacity)?,
@@ -175,9 +177,10 @@ impl<'a> Prologue<'a> {
         // A search costs less than many rows that are no tokens.
         let mostly_empty = u64::from(p.tokens) < u64::from(p.batch) * u64::from(p.q_len) / 2;
         let by_token = u32::from(moves_queries == 0 && mostly_empty);
-        let kv_heads = if only_queries { 0 } else { p.kv_heads };
+        let [kv_heads, value_heads] =
+            if only_queries { [0; 2] } else { [p.kv_heads, p.value_heads] };
         let least = u32_of("tokens", least)?;
-        let params = PagedParams { moves_queries, by_token, kv_heads, least, ..p };
+        let params = PagedParams { moves_queries, by_token, kv_heads, value_heads, least, ..p };
         self.launch(self.typed(role)?, &arguments, &params, device)
     }
 
@@ -191,6 +194,7 @@ impl<'a> Prologue<'a> {
     fn gaps(&self, least: usize, device: &DeviceInfo) -> Result<Launch> {
         let p = self.problem;
         let [k_scale, v_scale] = scale_tensors(p);
+        let values = if p.latent { TensorId::PresentKey } else { TensorId::PresentValue };
         let cached = |id, quantized| match p.quantized.is_some() == quantized {
             true => tensor(p, id, 0),
             false => Arg::Null,
@@ -200,9 +204,9 @@ impl<'a> Prologue<'a> {
             ("cos", self.rotation(TensorId::CosCache)),
             ("sin", self.rotation(TensorId::SinCache)),
             ("k_cache", cached(TensorId::PresentKey, false)),
-            ("v_cache", cached(TensorId::PresentValue, false)),
+            ("v_cache", cached(values, false)),
             ("k_codes", cached(TensorId::PresentKey, true)),
-            ("v_codes", cached(TensorId::PresentValue, true)),
+            ("v_codes", cached(values, true)),
             k_scale,
             v_scale,
             ("tree_mask", tensor(p, TensorId::TreeMask, 0)),
@@ -323,7 +327,7 @@ struct Gathered<'a> {
 impl<'a> Gathered<'a> {
     fn new(p: &'a Problem, pages: Pages, rows: Rows, scratch: &mut Scratch) -> Result<Self> {
         let (size, code_size) = (p.dtype.size(), p.key_cache_dtype().size());
-        let padded = p.batch * p.q_len * p.q_heads * p.head_size;
+        let padded = |size| p.batch * p.q_len * p.q_heads * size;
         let gathered = p.gathered()?;
         let cached: usize = gathered.key_cache_shape(p.capacity).iter().product();
         let of_rows = gathered.row_scales_shape();
@@ -336,11 +340,11 @@ impl<'a> Gathered<'a> {
         };
         Ok(Self {
             prologue: Prologue::new(p, pages, rows)?,
-            moved: take(moves, padded, size)?,
-            cache: [take(true, cached, code_size)?, take(true, cached, code_size)?],
+            moved: take(moves, padded(p.head_size), size)?,
+            cache: [take(true, cached, code_size)?, take(!p.latent, cached, code_size)?],
             scales: [take(of_rows.is_some(), scaled, 4)?, take(of_rows.is_some(), scaled, 4)?],
             lengths: take(true, p.batch, DType::I32.size())?,
-            output: take(!p.has_single_tokens() || p.lse, padded, size)?,
+            output: take(!p.has_single_tokens() || p.lse, padded(p.v_head_size), size)?,
             lse: take(p.lse, p.batch * p.q_heads * p.q_len, DType::F32.size())?,
         })
     }
@@ -376,8 +380,11 @@ impl<'a> Gathered<'a> {
             ("out", tensor(problem, TensorId::Output, 0)),
             ("lse", tensor(problem, TensorId::Lse, 0)),
         ];
+        let bytes = problem.v_head_size * problem.dtype.size();
+        let row_vectors = u32_of("head size", bytes / Problem::VECTOR_BYTES)?;
+        let params = PagedParams { row_vectors, ..*params };
         let entry = find(Role::PagedScatter, None)?;
-        self.prologue.launch(entry, &arguments, params, device)
+        self.prologue.launch(entry, &arguments, &params, device)
     }
 
     /// Where the call over gathered rows finds its tensors.

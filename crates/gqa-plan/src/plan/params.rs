@@ -162,6 +162,11 @@ pub(super) fn rotary_params(rotary: Option<Rotary>, position_stride: u32) -> Res
     })
 }
 
+/// The first element of a head that rotates.
+pub(super) fn rope_offset(rotary: Option<Rotary>) -> Result<u32> {
+    u32_of("rotary_offset", rotary.map_or(0, |rotary| rotary.offset))
+}
+
 /// The row stride of position_ids; 0 without them.
 pub(super) fn position_stride(p: &Problem) -> Result<u32> {
     u32_of("a row of position_ids", p.rotary.and_then(|rotary| rotary.explicit).unwrap_or(0))

@@ -4,7 +4,7 @@ use super::build::{element, find, launch, seqlens, strides, tensor, u32_of};
 use super::device::DeviceInfo;
 use super::family::FusedPrologue;
 use super::launch::{Arg, Launch};
-use super::params::{format, position_stride, rotary_params, scale_tensors, scales};
+use super::params::{format, position_stride, rope_offset, rotary_params, scale_tensors, scales};
 use super::positions::{Positions, positions};
 use super::rows::{Operand, Rows};
 use super::scratch::Scratch;
@@ -62,7 +62,8 @@ fn steps(p: &Problem, fused: bool, by_attention: FusedPrologue) -> Vec<Step> {
     let (rotate, new) = (p.rotary.is_some(), p.new_len > 0);
     // Rows are appended to a quantized cache dequantized in scratch as to a shared one.
     let shared = p.cache == CacheBinding::Shared || p.quantized.is_some();
-    let whole = p.v_head_size == p.head_size && p.head_size * p.dtype.size() % 16 == 0;
+    let alike = p.latent || p.v_head_size == p.head_size;
+    let whole = alike && p.head_size * p.dtype.size() % 16 == 0;
     let (concat, rows) = match p.cache {
         CacheBinding::Separate if !shared => (whole, !whole),
         _ => (false, false),
@@ -429,6 +430,8 @@ impl<'a> Builder<'a> {
             k_epsilon: p.qk_norm.map_or(0.0, |norm| norm.k_epsilon.max(f32::MIN_POSITIVE)),
             scales: scales(p),
             format: format(p),
+            rope_offset: rope_offset(rotary)?,
+            value_heads: u32_of("KV heads", p.value_heads())?,
             reserved: 0,
         })
     }

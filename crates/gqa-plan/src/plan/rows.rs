@@ -70,5 +70,6 @@ fn keys_and_values(p: &Problem) -> [Arg; 2] {
         true => [TensorId::PresentKey, TensorId::PresentValue],
         false => [TensorId::Key, TensorId::Value],
     };
+    let value = if p.latent { key } else { value };
     [tensor(p, key, 0), tensor(p, value, 0)]
 }

@@ -45,7 +45,8 @@ fn llama(s: usize, past: usize) -> Problem {
     Problem::new(fields).unwrap()
 }
 
-const ROTARY: Rotary = Rotary { dim: 128, interleaved: false, max_positions: 8192, explicit: None };
+const ROTARY: Rotary =
+    Rotary { dim: 128, offset: 0, interleaved: false, max_positions: 8192, explicit: None };
 
 fn with(problem: Problem, change: impl FnOnce(&mut ProblemFields)) -> Problem {
     problem

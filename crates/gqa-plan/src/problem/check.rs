@@ -27,6 +27,7 @@ impl ProblemFields {
     pub(super) fn check(&self) -> Result<()> {
         self.check_types()?;
         self.check_heads()?;
+        self.check_latent()?;
         self.check_sizes()?;
         self.check_scores()?;
         self.check_tree()?;
@@ -70,6 +71,38 @@ impl ProblemFields {
             (kv, format!("a divisor of heads.query = {query}"))
         })?;
         refuse(size > MAX_HEAD_SIZE, "heads.size", || (size, format!("up to {MAX_HEAD_SIZE}")))
+    }
+
+    /// Errs where a latent call is not one of one KV head, whose values are a part of its keys.
+    fn check_latent(&self) -> Result<()> {
+        if !self.latent {
+            return Ok(());
+        }
+        let (keys, values) = (self.head_size, self.v_head_size);
+        let none = || ("one", "none, in a latent call");
+        let types = [DType::F32, DType::F16, DType::BF16];
+        let one_type = types.contains(&self.dtype) && self.v_dtype == self.dtype;
+        refuse(!self.attends(), "latent", || {
+            (format!("{:?}", self.computes), "attention, or its cache alone")
+        })?;
+        refuse(!one_type, "dtype", || {
+            let got = format!("keys of {}, values of {}", self.dtype, self.v_dtype);
+            (got, "float32, float16 or bfloat16, in a latent call")
+        })?;
+        refuse(self.kv_heads != 1, "heads.kv", || (self.kv_heads, "1, in a latent call"))?;
+        refuse(keys % 8 != 0 || keys == 0, "heads.size", || {
+            (keys, "a multiple of 8, in a latent call")
+        })?;
+        refuse(values % 8 != 0 || !(8..=keys).contains(&values), "heads.values", || {
+            (values, format!("a multiple of 8 from 8 to heads.size = {keys}"))
+        })?;
+        refuse(self.packed, "packed", || ("true", "false, in a latent call"))?;
+        refuse(self.slides, "slides", || ("true", "false, in a latent call"))?;
+        refuse(self.qk_norm.is_some(), "qk_norm", none)?;
+        refuse(self.quantized.is_some(), "quantized", none)?;
+        refuse(self.strided.value.is_some(), "value", || {
+            ("strides", "none, as the values of a latent call are a part of its keys")
+        })
     }
 
     /// Errs unless every tensor can be addressed, and its rows can be counted.
@@ -146,6 +179,11 @@ impl ProblemFields {
             "rope.dim",
             || (dim, format!("a multiple of 16 from 16 to heads.size = {size}")),
         )?;
+        let (offset, most) = (rotary.offset, size - dim);
+        let whole = offset == 0 || self.attends() && offset % 8 == 0;
+        refuse(!whole || offset > most, "rope.offset", || {
+            (offset, format!("a multiple of 8 up to heads.size - rope.dim = {most}"))
+        })?;
         let columns = rotary.explicit.unwrap_or(self.q_len);
         refuse(columns < self.q_len, "position_ids", || {
             (format!("rows of {columns}"), format!("{} or more, the call's rows", self.q_len))
@@ -153,9 +191,9 @@ impl ProblemFields {
         addressable("rope.positions", &[rotary.max_positions, dim / 2])
     }
 
-    /// Whether values are as keys are.
+    /// Whether values are as keys are, or a part of them: whatever moves rows of keys serves both.
     fn has_like_values(&self) -> bool {
-        (self.v_head_size, self.v_dtype) == (self.head_size, self.dtype)
+        self.latent || (self.v_head_size, self.v_dtype) == (self.head_size, self.dtype)
     }
 
     /// Checks the KV cache.

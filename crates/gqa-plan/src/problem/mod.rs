@@ -108,8 +108,11 @@ impl Layout {
 /// Rotary embedding of query and key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Rotary {
-    /// Leading elements of each head that rotate.
+    /// Elements of each head that rotate, from `offset` on.
     pub dim: usize,
+    /// The first of them, a multiple of 8. Elements before it pass through, and those from
+    /// `offset + dim` on; pairs are counted from it.
+    pub offset: usize,
     /// Pairs are (2i, 2i+1) rather than (i, i + dim/2).
     pub interleaved: bool,
     /// Rows of cos_cache and sin_cache.
@@ -412,6 +415,11 @@ pub struct ProblemFields {
     pub head_size: usize,
     /// The head size of value and output; H in GroupQueryAttention.
     pub v_head_size: usize,
+    /// Multi-head latent attention: a token's cache row is one vector of `head_size` elements, its
+    /// key, and the leading `v_head_size` elements of that row are its value. There is one KV head.
+    /// The call has no tensors value, past_value and present_value; key, past_key and present_key
+    /// hold the rows.
+    pub latent: bool,
     /// S: query rows per batch entry.
     pub q_len: usize,
     /// L: new K and V rows per batch entry. In GroupQueryAttention S, or 0 where the cache already
@@ -485,6 +493,7 @@ impl Hash for ProblemFields {
         [self.q_len, self.new_len, self.total_len, self.past_capacity, self.capacity].hash(state);
         (self.operator, self.dtype, self.packed, self.window, self.slides, self.quantized)
             .hash(state);
+        (self.latent, self.v_head_size).hash(state);
         self.strided.hash(state);
         self.pages.hash(state);
     }
@@ -504,6 +513,7 @@ impl ProblemFields {
             kv_heads: 0,
             head_size: 0,
             v_head_size: 0,
+            latent: false,
             q_len: 0,
             new_len: 0,
             total_len: 0,
@@ -718,6 +728,22 @@ impl Problem {
         self.cache != CacheBinding::External
     }
 
+    /// Whether values have tensors of their own: not in a latent call, nor where an update has keys
+    /// only.
+    pub fn has_value_tensors(&self) -> bool {
+        !self.latent && self.v_head_size > 0
+    }
+
+    /// KV heads with values of their own: as many as KV heads, or none.
+    pub(crate) fn value_heads(&self) -> usize {
+        if self.has_value_tensors() { self.kv_heads } else { 0 }
+    }
+
+    /// Elements of a token's row in the cache: its key, and its value where that has a tensor.
+    pub(crate) fn row_elements(&self) -> usize {
+        self.head_size + if self.latent { 0 } else { self.v_head_size }
+    }
+
     /// Shape of a tensor with `heads` heads of `size` elements and `rows` rows in this call's
     /// layout.
     fn shape(&self, heads: usize, rows: usize, size: usize) -> Vec<usize> {
@@ -912,9 +938,11 @@ impl Problem {
         if self.has_present() { self.cache_layout(self.capacity) } else { self.key_layout() }
     }
 
-    /// The values that attention reads.
+    /// The values that attention reads: in a latent call the leading elements of the keys.
     pub fn values_read(&self) -> RowLayout {
-        if self.has_present() {
+        if self.latent {
+            self.keys_read()
+        } else if self.has_present() {
             self.bnsh(self.capacity, self.v_head_size)
         } else {
             self.value_layout()

@@ -204,11 +204,15 @@ impl Run<'_> {
         let lse = io.lse.as_mut().map(|lse| elements_mut("lse", lse.reborrow())).transpose()?;
         let output_qk =
             io.output_qk.as_mut().map(|qk| elements_mut("output_qk", qk.reborrow())).transpose()?;
-        let (key, value) =
-            match (p.cache, inputs.input(TensorId::Key), inputs.input(TensorId::Value)) {
-                (CacheBinding::External, Some(key), Some(value)) => (key, value),
-                _ => (io.present_key.view(), io.present_value.view()),
-            };
+        let key = match (p.cache, inputs.input(TensorId::Key)) {
+            (CacheBinding::External, Some(key)) => key,
+            _ => io.present_key.view(),
+        };
+        let value = match (p.cache, inputs.input(TensorId::Value)) {
+            _ if p.latent => key,
+            (CacheBinding::External, Some(value)) => value,
+            _ => io.present_value.view(),
+        };
         let [key_codes, value_codes] = Codes::of(p, given_scales(&inputs, &io.row_scales))?;
         let call = Call {
             problem: p,
@@ -270,7 +274,7 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// Updates both caches.
+    /// Updates both caches, or the one of a latent call.
     fn append<T: Element>(
         &self,
         p: &Problem,
@@ -296,6 +300,12 @@ impl Run<'_> {
         let k_epsilon = p.qk_norm.map(|norm| norm.k_epsilon);
         let k_norm = norm(k_epsilon, "k_norm_weight", io.input(TensorId::KNormWeight))?;
         let key = Append { norm: k_norm, ..key };
+        if !p.has_value_tensors() {
+            let past = all("past_key", io.input(TensorId::PastKey))?;
+            let present = elements_mut("present_key", io.present_key.appended("present_key")?)?;
+            key.run(past, present);
+            return Ok(());
+        }
         let value =
             rows("value", io.input(TensorId::Value), p.value_layout(), p.v_head_size, None)?;
         if let (Some(how), Some([k_scale, v_scale])) = (p.quantized, &mut io.row_scales) {

@@ -31,19 +31,19 @@ impl Blocks<'_> {
         (block < blocks).then(|| block * block_size + row % block_size)
     }
 
-    /// The offset of a KV head's row of `size` elements.
-    pub(super) fn start(&self, [b, head, row]: [usize; 3], size: usize) -> Option<usize> {
-        self.place(b, row).map(|place| (place * self.kv_heads + head) * size)
+    /// The offset of a KV head's row in a cache whose rows have `width` elements.
+    pub(super) fn start(&self, [b, head, row]: [usize; 3], width: usize) -> Option<usize> {
+        self.place(b, row).map(|place| (place * self.kv_heads + head) * width)
     }
 
-    /// That row.
+    /// The leading `size` elements of that row.
     pub(super) fn row<'e, E>(
         &self,
         elements: &'e [E],
         place: [usize; 3],
-        size: usize,
+        [width, size]: [usize; 2],
     ) -> Option<&'e [E]> {
-        self.start(place, size).map(|start| &elements[start..][..size])
+        self.start(place, width).map(|start| &elements[start..][..size])
     }
 
     /// Whether any of these sequences has a visible row that is in no block.
@@ -116,7 +116,8 @@ impl PagedCall<'_> {
         let positions: Tensor = Array1::from_iter(positions).into();
         let shape = alone.key_cache_shape(rows);
         let zeros = |name| Tensor::try_zeros(name, p.key_cache_dtype(), &shape);
-        let (mut key, mut value) = (zeros("key")?, zeros("value")?);
+        let mut key = zeros("key")?;
+        let mut value = if p.latent { Tensor::zeros(p.dtype, &[0]) } else { zeros("value")? };
         let mut scales = match alone.row_scales_shape() {
             Some(shape) => {
                 let zeros = |name| Tensor::try_zeros(name, DType::F32, &shape);
@@ -142,7 +143,10 @@ impl PagedCall<'_> {
         };
         self.run.compute(&alone, &mut of_tokens)?;
         self.scatter(&places, &key, io.present_key.appended("present_key")?.into_bytes()?);
-        self.scatter(&places, &value, io.present_value.appended("present_value")?.into_bytes()?);
+        if !p.latent {
+            let present_value = io.present_value.appended("present_value")?.into_bytes()?;
+            self.scatter(&places, &value, present_value);
+        }
         if let (Some([k, v]), Some([k_scale, v_scale])) = (&scales, &mut io.row_scales) {
             self.scatter(&places, k, k_scale.appended("k_scale")?.into_bytes()?);
             self.scatter(&places, v, v_scale.appended("v_scale")?.into_bytes()?);

@@ -58,12 +58,13 @@ impl Rope {
 
     /// Rotates row `s` of a sequence, without rounding. Padding stays unrotated.
     pub(super) fn rotate(&self, sequence: usize, s: usize, row: &mut [f32]) {
-        let (half, place) = (self.rotary.dim / 2, self.first[sequence] + s);
+        let Rotary { dim, offset, interleaved, .. } = self.rotary;
+        let (half, place) = (dim / 2, self.first[sequence] + s);
         let end = self.first.get(sequence + 1).copied().unwrap_or(self.inside.len());
         debug_assert!(place < end, "row {s} of sequence {sequence}");
         if self.inside[place] {
             let [cos, sin] = [&self.cos, &self.sin].map(|table| &table[place * half..][..half]);
-            gqa_cpu::rotate(&mut row[..2 * half], cos, sin, self.rotary.interleaved);
+            gqa_cpu::rotate(&mut row[offset..][..dim], cos, sin, interleaved);
         }
     }
 }

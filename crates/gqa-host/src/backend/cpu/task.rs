@@ -364,9 +364,11 @@ impl<T: Element> Rows for Task<'_, T> {
                 Some(codes.stored([k, v], dense(), sizes))
             }
             (Cached::Blocks(blocks, k), Cached::Blocks(_, v)) => {
-                let rows =
-                    |elements| StoredRows::new(elements, in_blocks(blocks, sizes[0], 1), sizes[0]);
-                Some(T::stored([rows(k), rows(v)]))
+                let [k_width, v_width] = [p.keys_read().row, p.values_read().row];
+                let rows = |elements, width, size| {
+                    StoredRows::new(elements, in_blocks(blocks, width, 1), size)
+                };
+                Some(T::stored([rows(k, k_width, sizes[0]), rows(v, v_width, sizes[1])]))
             }
             (Cached::BlocksOfCodes(blocks, codes, k), Cached::BlocksOfCodes(_, _, v)) => {
                 let starts = || in_blocks(blocks, codes.bytes(sizes[0]), codes.numbers_per_byte());
@@ -468,7 +470,7 @@ impl<'a, T: Element> Cached<'a, T> {
                 T::widen_rows(starts.map(|start| &elements[start..][..size]).zip(to));
             }
             Self::Blocks(blocks, elements) => {
-                let rows = places().map(|place| blocks.row(elements, place, size));
+                let rows = places().map(|place| blocks.row(elements, place, [layout.row, size]));
                 T::widen_rows(rows.zip(to).filter_map(or_zeros));
             }
             Self::Codes(codes, bytes) => {
@@ -479,7 +481,7 @@ impl<'a, T: Element> Cached<'a, T> {
             }
             Self::BlocksOfCodes(blocks, codes, bytes) => {
                 let row = |place| {
-                    let row = blocks.row(bytes, place, codes.bytes(size))?;
+                    let row = blocks.row(bytes, place, [codes.bytes(size); 2])?;
                     Some((blocks.start(place, 1)?, row))
                 };
                 let rows = places().map(row).zip(to).filter_map(or_zeros);

@@ -150,7 +150,8 @@ impl PagedAttention {
         let dims = [Dim::Is("rows of cos_cache", max_positions), Dim::Is("rotary_dim / 2", half)];
         sizes.check("sin_cache", sin, &dims)?;
         let interleaved = self.rotary_interleaved;
-        let rotary = Rotary { dim: 2 * half, interleaved, max_positions, explicit: None };
+        let rotary =
+            Rotary { dim: 2 * half, offset: 0, interleaved, max_positions, explicit: None };
         Ok(self.do_rotary.then_some(rotary))
     }
 }

@@ -49,7 +49,7 @@ impl<
         arrivals: Global<u32>,
         p: DecodeParams,
     ) {
-        let rope = Rope { cos, sin, position_ids, params: p.rotary };
+        let rope = Rope { cos, sin, position_ids, params: p.rotary, offset: 0 };
         let new_tokens =
             NewTokens::<T> { q, k: new_k, v: new_v, present_k: k, present_v: v, rope, coding: () };
         let results = Results { out, out_f32, out_f8, scale: out_scale };
@@ -84,7 +84,7 @@ impl<
         p: DecodeParams,
     ) {
         const { Self::assert_codes::<F>() }
-        let rope = Rope { cos, sin, position_ids, params: p.rotary };
+        let rope = Rope { cos, sin, position_ids, params: p.rotary, offset: 0 };
         let coding = Coding::new(k_scale, v_scale, &p);
         let new_tokens = NewTokens::<Codes<T, F>> {
             q,
@@ -126,7 +126,7 @@ impl<
         arrivals: Global<u32>,
         p: PagedDecodeParams,
     ) {
-        let rope = Rope { cos, sin, position_ids, params: p.decode.rotary };
+        let rope = Rope { cos, sin, position_ids, params: p.decode.rotary, offset: 0 };
         let new_tokens =
             NewTokens::<T> { q, k: new_k, v: new_v, present_k: k, present_v: v, rope, coding: () };
         let output =
@@ -163,7 +163,7 @@ impl<
         p: PagedDecodeParams,
     ) {
         const { Self::assert_codes::<F>() }
-        let rope = Rope { cos, sin, position_ids, params: p.decode.rotary };
+        let rope = Rope { cos, sin, position_ids, params: p.decode.rotary, offset: 0 };
         let coding = Coding::new(k_scale, v_scale, &p.decode);
         let new_tokens = NewTokens::<Codes<T, F>> {
             q,

@@ -208,7 +208,7 @@ pub fn float8_operands<T: Element>(
     v_codes: Global<u32>,
     p: Float8OperandsParams,
 ) {
-    let rope = Rope { cos, sin, position_ids, params: p.rotary };
+    let rope = Rope { cos, sin, position_ids, params: p.rotary, offset: 0 };
     let call = Operands {
         q,
         k,

@@ -29,7 +29,7 @@ impl Cost {
         let [b, n, nk] = [p.batch, p.q_heads, p.kv_heads].map(|x| x as f64);
         let widths = (p.head_size + p.v_head_size) as f64;
         let [s, l, t] = [p.q_len, p.new_len, p.total_len].map(|x| x as f64);
-        let row = b * nk * widths;
+        let row = b * nk * p.row_elements() as f64;
         let query = b * n * s * p.head_size as f64;
         let output = b * n * s * (p.v_head_size * p.out_dtype.size()) as f64;
         let kept = (keys_read(p) - l).max(0.0);
@@ -60,7 +60,7 @@ impl Cost {
             CallKind::Rotation => (p.q_heads * p.q_len, 0),
             _ => (0, p.kv_heads * p.new_len),
         };
-        let elements = p.batch * (query * p.head_size + new * (p.head_size + p.v_head_size));
+        let elements = p.batch * (query * p.head_size + new * p.row_elements());
         let pairs = p.rotary.map_or(0, |rotary| p.batch * query * rotary.dim / 2);
         Self { flops: 6.0 * pairs as f64, bytes: 2.0 * (elements * p.dtype.size()) as f64 }
     }

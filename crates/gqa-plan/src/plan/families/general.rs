@@ -18,6 +18,10 @@ impl Family for General {
         registry::Family::General
     }
 
+    fn takes_latent(&self) -> bool {
+        true
+    }
+
     fn options(&self) -> &'static [PlanOption] {
         &[PlanOption::DisableMemoryEfficientAttention]
     }

@@ -18,6 +18,10 @@ impl Family for Unfused {
         registry::Family::Unfused
     }
 
+    fn takes_latent(&self) -> bool {
+        true
+    }
+
     fn options(&self) -> &'static [PlanOption] {
         &[]
     }

@@ -1,0 +1,439 @@
+//! A random call of multi-head latent attention, whose values are a part of its keys, and its
+//! tensors.
+
+use crate::Tolerance;
+use crate::call::{Data, poisoned};
+use crate::compare::{optional, tensors};
+use crate::paged::put_gaps;
+use crate::parity::{Judge, Parity};
+use gqa_host::backend::{Backend, Io};
+use gqa_host::engine::{Dense, External, LatentHeads, Layer, Paged, Rope};
+use gqa_host::plan::{TensorId, Tensors};
+use gqa_host::reference::Reference;
+use gqa_host::{DType, Problem, Result, RowStrides, Sink, Tensor};
+use ndarray::{Array2, arr1};
+use proptest::prelude::*;
+use rand::rngs::SmallRng;
+use rand::seq::SliceRandom;
+use rand::{RngExt, SeedableRng};
+
+/// Where the rows of a latent call are.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum LatentRows {
+    /// In a cache of each sequence's own.
+    Dense,
+    /// In blocks of so many rows, with this many units of 16 bytes behind each row and behind each
+    /// block.
+    Paged(usize, [usize; 2]),
+    /// Given, without a cache.
+    External,
+}
+
+/// One call. Data follows from its seed.
+#[derive(Clone, Debug)]
+pub struct LatentCase {
+    /// Type of all floating-point tensors.
+    pub dtype: DType,
+    /// The heads.
+    pub heads: LatentHeads,
+    /// Past and new tokens of each sequence. Unless the cache is paged, all sequences have as many
+    /// new tokens as the first.
+    pub sequences: Vec<[usize; 2]>,
+    /// Where their rows are.
+    pub rows: LatentRows,
+    /// Sequences begin with the call, and some are padded; contiguous caches only.
+    pub first_prompt: bool,
+    /// The new tokens are in the cache already.
+    pub no_new_rows: bool,
+    /// Elements of queries and keys that rotate: their number, and the first one.
+    pub rotates: Option<[usize; 2]>,
+    /// Pairs are neighbours.
+    pub interleaved: bool,
+    /// Newest keys that a token sees.
+    pub window: Option<usize>,
+    /// Scores are capped.
+    pub softcap: Option<f32>,
+    /// head_sink given.
+    pub head_sink: bool,
+    /// Words say which new tokens a token sees.
+    pub tree_mask: bool,
+    /// attention_bias given; contiguous caches only.
+    pub bias: bool,
+    /// Log-sum-exp wanted.
+    pub lse: bool,
+    /// Lengths count the new tokens; paged caches only.
+    pub counts_new: bool,
+    /// The table leads outside of the cache for some visible blocks.
+    pub gaps: bool,
+    /// slot_mapping given; paged caches only.
+    pub slots: bool,
+    /// Of all data.
+    pub seed: u64,
+}
+
+/// Calls of any type with these sizes of keys and values, over sequences of up to about `most`
+/// tokens.
+pub fn latent(sizes: &[[usize; 2]], most: usize) -> BoxedStrategy<LatentCase> {
+    let beside_pages = prop_oneof![3 => 15..=17usize, 1 => 63..=65usize];
+    let past = prop_oneof![2 => Just(0), 1 => Just(1), 4 => beside_pages, 3 => 0..=most];
+    let new = prop_oneof![4 => Just(1), 1 => Just(0), 2 => 2..=4usize, 1 => 0..=most.min(40)];
+    let sequences = prop::collection::vec((past, new), 1..=4);
+    let blocks = (prop::sample::select(vec![1usize, 7, 16, 64]), [0..=2usize, 0..=2]);
+    let rows = prop_oneof![
+        3 => Just(LatentRows::Dense),
+        6 => blocks.prop_map(|(rows, apart)| LatentRows::Paged(rows, apart)),
+        1 => Just(LatentRows::External),
+    ];
+    let heads =
+        (prop::sample::select(vec![1usize, 3, 16, 20]), prop::sample::select(sizes.to_vec()));
+    let scores = (prop::option::weighted(0.2, 1..=most), prop::option::weighted(0.2, 0.5..8.0f32));
+    let call = (crate::any_dtype(), heads, sequences, rows, scores);
+    (call, any::<[bool; 12]>(), any::<u64>())
+        .prop_map(|((dtype, (query, [size, values]), sequences, rows, scores), flags, seed)| {
+            let [first_prompt, no_new_rows, rotates, elsewhere, interleaved, head_sink, ..] = flags;
+            let [.., tree_mask, bias, lse, counts_new, gaps, slots] = flags;
+            let is_paged = matches!(rows, LatentRows::Paged(..));
+            let external = rows == LatentRows::External;
+            let mut sequences: Vec<_> =
+                sequences.into_iter().map(|(past, new)| [past, new]).collect();
+            sequences[0][1] = sequences[0][1].max(1);
+            let first_prompt = first_prompt && rows == LatentRows::Dense;
+            let no_new_rows = no_new_rows && !first_prompt && seed % 3 == 0;
+            let tree_mask = tree_mask && !external && seed % 5 == 0;
+            // The last channels, as in DeepSeek's models, or any.
+            let least = size - if elsewhere { size } else { values };
+            let dim = if least >= 16 { least / 16 * 16 } else { 16 };
+            let (dim, most) = (dim.min(64), size.saturating_sub(dim.min(64)));
+            let offset = if elsewhere { seed as usize % (most / 8 + 1) * 8 } else { most };
+            LatentCase {
+                dtype,
+                heads: LatentHeads { query, size, values },
+                sequences,
+                rows,
+                first_prompt,
+                no_new_rows,
+                rotates: (rotates && !external && size % 16 == 0).then_some([dim, offset]),
+                interleaved,
+                window: scores.0.filter(|_| !tree_mask),
+                softcap: scores.1,
+                head_sink,
+                tree_mask,
+                bias: bias && rows == LatentRows::Dense && !tree_mask,
+                lse,
+                counts_new: counts_new && is_paged,
+                gaps: gaps && is_paged && seed % 2 == 0,
+                slots: slots && is_paged && !no_new_rows,
+                seed,
+            }
+        })
+        .boxed()
+}
+
+impl LatentCase {
+    fn block_size(&self) -> Option<usize> {
+        match self.rows {
+            LatentRows::Paged(rows, _) => Some(rows),
+            LatentRows::Dense | LatentRows::External => None,
+        }
+    }
+
+    fn is_paged(&self) -> bool {
+        self.block_size().is_some()
+    }
+
+    /// New tokens of a sequence, which are rows of its batch entry unless the cache is paged.
+    fn new_tokens(&self, b: usize) -> usize {
+        if self.is_paged() { self.sequences[b][1] } else { self.sequences[0][1] }
+    }
+
+    fn most_new(&self) -> usize {
+        (0..self.sequences.len()).map(|b| self.new_tokens(b)).max().unwrap_or(0)
+    }
+
+    fn tokens(&self) -> usize {
+        (0..self.sequences.len()).map(|b| self.new_tokens(b)).sum()
+    }
+
+    /// Keys of a sequence before the call, and after it.
+    fn lengths(&self, b: usize) -> [usize; 2] {
+        match self.first_prompt {
+            true => [0, 1 + self.sequences[b][0] % self.new_tokens(b)],
+            false => [self.sequences[b][0], self.sequences[b][0] + self.new_tokens(b)],
+        }
+    }
+
+    fn longest(&self) -> usize {
+        (0..self.sequences.len()).map(|b| self.lengths(b)[1]).max().unwrap_or(0)
+    }
+
+    /// Rows of a cache of a sequence's own.
+    fn capacity(&self) -> usize {
+        self.longest().max(self.most_new()) + 3
+    }
+
+    /// Blocks of a sequence, and in all.
+    fn blocks(&self) -> [usize; 2] {
+        let columns = self.longest().div_ceil(self.block_size().unwrap_or(1)) + 1;
+        [columns, columns * self.sequences.len() + 2]
+    }
+
+    fn layer(&self) -> Layer {
+        let scale = 1.3 / (self.heads.size as f32).sqrt();
+        let mut layer = Layer::latent(self.dtype, self.heads, scale);
+        if let Some(softcap) = self.softcap {
+            layer = layer.softcap(softcap);
+        }
+        if let Some(window) = self.window {
+            layer = layer.window(window);
+        }
+        if self.head_sink {
+            layer = layer.sink(Sink::PerHead);
+        }
+        match self.rotates {
+            Some([dim, offset]) => {
+                let rope = Rope::new(dim, self.longest() + 64).offset(offset);
+                layer.rope(if self.interleaved { rope.interleaved() } else { rope })
+            }
+            None => layer,
+        }
+    }
+
+    fn paged(&self, block_size: usize, apart: [usize; 2]) -> Result<Problem> {
+        let [columns, blocks] = self.blocks();
+        let call = Paged::new(self.sequences.len(), self.tokens(), [blocks, block_size, columns]);
+        let call = call.most_tokens(self.most_new()).longest(self.longest());
+        let call = if self.tree_mask { call.tree_mask() } else { call };
+        let call = if self.lse { call.log_sum_exp() } else { call };
+        let call = if self.counts_new { call.total_lengths() } else { call };
+        let call = if self.no_new_rows { call.appended() } else { call };
+        let call = if self.slots { call.slot_mapping() } else { call };
+        let [behind_row, behind_block] = apart.map(|units| units * 16 / self.dtype.size());
+        let row = self.heads.size + behind_row;
+        let strides = RowStrides { batch: block_size * row + behind_block, head: row, row };
+        self.layer().paged(match apart {
+            [0, 0] => call,
+            _ => call.cache_strides(strides),
+        })
+    }
+
+    fn dense(&self) -> Result<Problem> {
+        let (count, rows, capacity) = (self.sequences.len(), self.most_new(), self.capacity());
+        let call = match self.first_prompt {
+            true => Dense::prefill(count, rows, capacity),
+            false => Dense::chunk(count, rows, capacity).longest(self.longest()),
+        };
+        let call = if self.no_new_rows { call.nothing_new() } else { call };
+        let call = if self.tree_mask { call.tree_mask() } else { call };
+        let call = if self.bias { call.bias(true, true) } else { call };
+        self.layer().dense(if self.lse { call.log_sum_exp() } else { call })
+    }
+
+    fn external(&self) -> Result<Problem> {
+        let shortest = (0..self.sequences.len()).map(|b| self.lengths(b)[1]).min().unwrap_or(0);
+        let call = External::new(self.sequences.len(), self.most_new(), self.longest());
+        let call = call.shortest(shortest);
+        self.layer().external(if self.lse { call.log_sum_exp() } else { call })
+    }
+}
+
+/// A call's tensors.
+struct Given {
+    query: Tensor,
+    /// New rows, or all where there is no cache.
+    key: Option<Tensor>,
+    lengths: Tensor,
+    starts: Tensor,
+    table: Tensor,
+    slots: Option<Tensor>,
+    rotary: Option<[Tensor; 2]>,
+    words: Option<Tensor>,
+    bias: Option<Tensor>,
+    head_sink: Option<Tensor>,
+    /// NaN where no sequence has rows.
+    cache: Tensor,
+}
+
+impl Given {
+    fn new(case: &LatentCase, problem: &Problem) -> Self {
+        let mut data = Data { dtype: case.dtype, rng: SmallRng::seed_from_u64(case.seed) };
+        let count = case.sequences.len();
+        let query = data.normal(&problem.query_shape(), 1.0);
+        let (cache, table) = Self::cache(case, &mut data);
+        let key = TensorId::Key.spec(problem).map(|spec| match case.rows {
+            LatentRows::External => {
+                let held = (0..count * case.longest())
+                    .map(|row| row % case.longest() < case.lengths(row / case.longest())[1]);
+                data.held_rows(&spec.shape, 1.0, &held.collect::<Vec<_>>())
+            }
+            _ => data.normal(&spec.shape, 1.0),
+        });
+        let starts = (0..=count).map(|b| (0..b).map(|b| case.new_tokens(b) as i32).sum::<i32>());
+        let lengths = (0..count).map(|b| {
+            let [past, total] = case.lengths(b);
+            match (case.is_paged(), case.counts_new) {
+                (true, false) => past as i32,
+                (true, true) => total as i32,
+                (false, _) => total as i32 - 1,
+            }
+        });
+        let rotary = case.rotates.map(|[dim, _]| {
+            let shape = [case.longest() + 64, dim / 2];
+            let angles: Vec<f32> =
+                (0..shape[0] * shape[1]).map(|_| data.rng.random_range(0.0..6.3)).collect();
+            [f32::cos, f32::sin].map(|f| {
+                data.tensor(&shape, &angles.iter().map(|&angle| f(angle)).collect::<Vec<_>>())
+            })
+        });
+        let words = TensorId::TreeMask.spec(problem).map(|spec| {
+            let words = (0..spec.len()).map(|_| data.rng.random::<i64>()).collect::<Vec<_>>();
+            match case.is_paged() {
+                true => arr1(&words).into(),
+                false => {
+                    Array2::from_shape_vec((count, case.most_new()), words).expect("as many").into()
+                }
+            }
+        });
+        let slots = case.slots.then(|| Self::slots(case, &table));
+        Self {
+            query,
+            key,
+            lengths: arr1(&lengths.collect::<Vec<_>>()).into(),
+            starts: arr1(&starts.collect::<Vec<_>>()).into(),
+            table: Array2::from_shape_vec((count, case.blocks()[0]), table)
+                .expect("as many")
+                .into(),
+            slots,
+            rotary,
+            words,
+            bias: problem.bias_shape().map(|shape| data.normal(&shape, 1.0)),
+            head_sink: case.head_sink.then(|| data.normal(&[case.heads.query], 2.0)),
+            cache,
+        }
+    }
+
+    /// The rows where the table has the new tokens.
+    fn slots(case: &LatentCase, table: &[i32]) -> Tensor {
+        let ([columns, blocks], size) = (case.blocks(), case.block_size().unwrap_or(1));
+        let mut slots = Vec::new();
+        for b in 0..case.sequences.len() {
+            let [past, total] = case.lengths(b);
+            slots.extend((past..total).map(|row| {
+                let block = usize::try_from(table[b * columns + row / size]).unwrap_or(blocks);
+                if block < blocks { (block * size + row % size) as i32 } else { -1 }
+            }));
+        }
+        arr1(&slots).into()
+    }
+
+    /// The cache and the table of blocks.
+    fn cache(case: &LatentCase, data: &mut Data) -> (Tensor, Vec<i32>) {
+        let ([columns, blocks], count) = (case.blocks(), case.sequences.len());
+        let mut order: Vec<_> = (0..blocks as i32).collect();
+        order.shuffle(&mut data.rng);
+        let mut table = order[..count * columns].to_vec();
+        let valid = |b: usize| case.lengths(b)[usize::from(case.no_new_rows)];
+        let mut held = Vec::new();
+        let shape = match case.block_size() {
+            None => {
+                let rows = case.capacity();
+                (0..count * rows).for_each(|i| held.push(i % rows < valid(i / rows)));
+                [count, 1, rows, case.heads.size]
+            }
+            Some(size) => {
+                held = vec![false; blocks * size];
+                for (b, entries) in table.chunks_exact_mut(columns).enumerate() {
+                    if case.gaps {
+                        let seen = case.lengths(b)[1].div_ceil(size);
+                        put_gaps(&mut entries[..seen], blocks, &mut data.rng);
+                    }
+                    for row in 0..valid(b) {
+                        let block = usize::try_from(entries[row / size]).unwrap_or(blocks);
+                        if block < blocks {
+                            held[block * size + row % size] = true;
+                        }
+                    }
+                }
+                [blocks, size, 1, case.heads.size]
+            }
+        };
+        (data.held_rows(&shape, 1.0, &held), table)
+    }
+
+    /// Output, log-sum-exps on request, and the cache after the call on `backend`.
+    fn run(
+        &self,
+        problem: &Problem,
+        backend: &dyn Backend,
+    ) -> Result<(Tensor, Option<Tensor>, Tensor)> {
+        let mut output = poisoned(problem.dtype, &problem.output_shape());
+        let mut lse = problem.lse.then(|| poisoned(DType::F32, &problem.lse_shape()));
+        let (mut cache, mut nothing) = (self.cache.clone(), Tensor::zeros(problem.dtype, &[0]));
+        let [cos, sin] = match &self.rotary {
+            Some(angles) => angles.each_ref().map(Some),
+            None => [None; 2],
+        };
+        let is_paged = problem.pages.is_some();
+        let inputs = Tensors::default()
+            .with(TensorId::Query, &self.query)
+            .with(TensorId::Key, self.key.as_ref())
+            .with(TensorId::SeqlensK, &self.lengths)
+            .with(TensorId::CumulativeSequenceLength, is_paged.then_some(&self.starts))
+            .with(TensorId::BlockTable, is_paged.then_some(&self.table))
+            .with(TensorId::SlotMapping, self.slots.as_ref())
+            .with(TensorId::CosCache, cos)
+            .with(TensorId::SinCache, sin)
+            .with(TensorId::TreeMask, self.words.as_ref())
+            .with(TensorId::AttentionBias, self.bias.as_ref())
+            .with(TensorId::HeadSink, self.head_sink.as_ref());
+        let mut io = Io {
+            inputs,
+            output: &mut output,
+            present_key: &mut cache,
+            present_value: &mut nothing,
+            row_scales: None,
+            output_qk: None,
+            lse: lse.as_mut(),
+        };
+        backend.run(problem, &mut io)?;
+        Ok((output, lse, cache))
+    }
+}
+
+impl Parity for LatentCase {
+    fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    fn problem(&self) -> Result<Problem> {
+        match self.rows {
+            LatentRows::Paged(block_size, apart) => self.paged(block_size, apart),
+            LatentRows::Dense => self.dense(),
+            LatentRows::External => self.external(),
+        }
+    }
+
+    fn judge(&self) -> std::result::Result<Judge<'_>, String> {
+        let problem = self.problem().map_err(|e| e.to_string())?;
+        let given = Given::new(self, &problem);
+        let run = move |backend: &dyn Backend| {
+            given.run(&problem, backend).map_err(|e| format!("{}: {e}", backend.name()))
+        };
+        let (want, want_lse, want_cache) = run(&Reference)?;
+        let tolerance = match self.dtype {
+            DType::F16 => Tolerance { absolute: 8e-3, relative: 4e-3 },
+            DType::BF16 => Tolerance { absolute: 4e-2, relative: 2e-2 },
+            _ => Tolerance { absolute: 2e-5, relative: 1e-4 },
+        };
+        let exact = Tolerance { absolute: 0.0, relative: 0.0 };
+        let keys = if self.rotates.is_some() { tolerance } else { exact };
+        Ok(Box::new(move |backend| {
+            let (got, got_lse, got_cache) = run(backend)?;
+            let errors = tensors("output", &got, &want, tolerance)?;
+            optional("lse", &got_lse, &want_lse, tolerance)?;
+            if self.rows != LatentRows::External {
+                tensors("present_key", &got_cache, &want_cache, keys)?;
+            }
+            Ok(errors)
+        }))
+    }
+}

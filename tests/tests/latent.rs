@@ -1,0 +1,33 @@
+//! Multi-head latent attention on every back end, against the f64 reference.
+
+use gqa_host::backend::cpu::Cpu;
+use gqa_host::backend::sim::Sim;
+use gqa_host::plan::{DeviceInfo, PlanOptions};
+use gqa_tests::{latent, parity};
+
+/// Keys and values of a row: DeepSeek's, and smaller ones, which are faster.
+const SIZES: [[usize; 2]; 8] =
+    [[576, 512], [192, 128], [80, 64], [72, 64], [64, 64], [32, 16], [24, 8], [16, 16]];
+const SMALL: &[[usize; 2]] = SIZES.split_at(2).1;
+
+#[test]
+fn on_the_cpu() {
+    parity("cpu, latent", 1600, latent(&SIZES, 150), &Cpu::default());
+}
+
+#[test]
+fn on_the_simulated_gpu() {
+    parity("sim, latent", 300, latent(SMALL, 60), &Sim::default());
+    parity("sim, latent of DeepSeek's size", 20, latent(&SIZES[..1], 20), &Sim::default());
+}
+
+/// A launch for each duty ahead of attention, and the kernels of the slowest family.
+#[test]
+fn on_the_simulated_gpu_without_fused_launches() {
+    let options = PlanOptions { disable_fused_kv: true, ..PlanOptions::default() };
+    parity("sim, latent, unfused", 80, latent(SMALL, 40), &Sim::default().with_options(options));
+    let options =
+        PlanOptions { disable_memory_efficient_attention: true, ..PlanOptions::default() };
+    let old = Sim::default().with_device(DeviceInfo::known("v100").expect("a known device"));
+    parity("sim, v100, latent", 80, latent(SMALL, 40), &old.with_options(options));
+}
