@@ -66,7 +66,6 @@ mod pages;
 mod parts;
 mod producer;
 mod queries;
-mod ring;
 mod rotate;
 mod row_tiles;
 mod scales;

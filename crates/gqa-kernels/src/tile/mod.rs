@@ -6,6 +6,7 @@
 //! - [`swizzle`]: swizzled tiles in shared memory and copies into them
 //! - [`copy`]: common parts of copies
 //! - [`fragment`]: products of tiles, spread over the lanes of a warp
+//! - [`descriptor`]: operands of warpgroup products
 //! - [`columns`]: products with the query rows as columns
 //! - [`quantized`]: products over a quantized KV cache
 //! - [`tf32`]: products of float32
@@ -14,14 +15,19 @@
 //! - [`softmax`]: the online softmax on fragments
 //! - [`bias`]: bias and mask on fragments
 //! - [`warp`]: sums over the lanes of a warp
+//! - [`quad`]: exchanges among four lanes
+//! - [`ring`]: position in a pipeline of stages
 
 pub mod bias;
 pub mod columns;
 pub mod copy;
+pub mod descriptor;
 pub mod fragment;
 pub mod padded;
 pub mod pages;
+pub mod quad;
 pub mod quantized;
+pub mod ring;
 pub mod rows;
 pub mod seqlens;
 pub mod softmax;

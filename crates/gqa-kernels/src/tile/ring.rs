@@ -3,6 +3,7 @@
 /// Position in the pipeline: a stage and its phase.
 #[derive(Clone, Copy)]
 pub struct Ring {
+    /// The stage's number.
     pub stage: u32,
     /// Parity of the phase in which the stage is filled. The empty barrier's phase before it has
     /// the opposite parity.
@@ -10,6 +11,7 @@ pub struct Ring {
 }
 
 impl Ring {
+    /// The first stage, which is empty.
     pub const START: Self = Self { stage: 0, parity: 0 };
 
     /// The next position in a pipeline of `stages` stages.

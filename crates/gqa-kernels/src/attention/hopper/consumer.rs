@@ -12,7 +12,6 @@ use super::output::{Destination, Output};
 use super::packing::Packing;
 use super::pages::Pages;
 use super::parts::Seat;
-use super::ring::Ring;
 use super::rotate::Rotation;
 use super::scales::{CacheScales, TileRows};
 use super::shape::{Tile, WARPGROUP, WARPGROUP_ROWS};
@@ -24,6 +23,7 @@ use crate::concept::softmax::{LOG2_E, SoftmaxState};
 use crate::num::{MmaElement, e4m3};
 use crate::params::AttentionParams;
 use crate::simt::*;
+use crate::tile::ring::Ring;
 use core::marker::PhantomData;
 
 /// K and V tiles that no test has reported as arrived.

@@ -11,11 +11,11 @@
 //! lie in all eight units of 128 bytes, where they read and where they write.
 
 use super::operand::Operand;
-use super::ring::Ring;
 use super::shape::{Tile, WARPGROUP, swizzled};
 use super::work::Slot;
 use crate::num::{Float4, Float8, Format, Int4, Int8, MmaCode};
 use crate::simt::*;
+use crate::tile::ring::Ring;
 
 /// Columns that a thread converts at a time.
 const COLUMNS: u32 = 16;

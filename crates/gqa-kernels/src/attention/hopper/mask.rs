@@ -4,12 +4,12 @@
 //! A tile holds the tensor's data, bias elements or mask bytes, in chunks of 128-byte rows with the
 //! 128-byte swizzle. TMA loads it, so rows must be whole 16-byte vectors.
 
-use super::ring::Ring;
 use super::shape::{Tile, WARPGROUP, swizzled};
 use super::work::{KeyTiles, Place, Slot};
 use crate::num::{MmaElement, unpack};
 use crate::params::{AttentionParams, MaskedParams};
 use crate::simt::*;
+use crate::tile::ring::Ring;
 
 /// Warps that load tiles, with one lane each: the last warps of the producer warpgroup.
 pub(super) const WARPS: u32 = 2;

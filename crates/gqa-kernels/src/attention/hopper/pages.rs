@@ -20,7 +20,6 @@
 
 use super::packing::Packing;
 use super::parts::Parts;
-use super::ring::Ring;
 use super::row_tiles::{Limits, RowTiles};
 use super::shape::{Arrival, CHUNK, Tile};
 use super::work::{KeyTiles, Place, Slot, TileScheduler, Work, first_key};
@@ -30,6 +29,7 @@ use crate::num::quotient;
 use crate::params::{AttentionParams, PagedHopperParams};
 use crate::simt::*;
 use crate::tile::pages::Sequences;
+use crate::tile::ring::Ring;
 
 /// The sequences and their blocks.
 #[derive(Clone, Copy)]

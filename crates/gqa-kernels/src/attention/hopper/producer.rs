@@ -4,12 +4,12 @@
 
 use super::output::{Destination, row_index};
 use super::packing::Packing;
-use super::ring::Ring;
 use super::shape::{Arrival, CHUNK, TRANSPOSED_COLUMNS, TRANSPOSED_ROWS, Tile, WARPGROUP_ROWS};
 use super::work::{Place, Slot, TileScheduler, Work};
 use crate::num::{MmaElement, quotient};
 use crate::params::AttentionParams;
 use crate::simt::*;
+use crate::tile::ring::Ring;
 use crate::tile::seqlens::Seqlens;
 
 /// Starts copying `rows` rows from `place` on to a tile of `tile_rows` rows: one box per chunk of

@@ -5,6 +5,7 @@ use crate::attention::hopper::scales::CacheScales;
 use crate::attention::hopper::shape::{Tile, WARPGROUP_ROWS};
 use crate::num::MmaElement;
 use crate::simt::*;
+use crate::tile::descriptor::Descriptor;
 
 /// Output registers of the widest wgmma.
 const WIDEST_PRODUCT: usize = 128;
@@ -102,31 +103,5 @@ fn halves<const O: usize>(o: &mut [f32; O]) -> (&mut [f32; 64], &mut [f32; 68]) 
     match (low.try_into(), high.try_into()) {
         (Ok(low), Ok(high)) => (low, high),
         _ => trap(),
-    }
-}
-
-/// wgmma descriptor of a tile with the 128-byte swizzle: 8-row groups 1024 bytes apart, column
-/// chunks `chunk_bytes` apart.
-#[derive(Clone, Copy)]
-struct Descriptor(u32);
-
-impl Descriptor {
-    #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn new(address: u32, chunk_bytes: u32) -> Self {
-        Self(address >> 4 | (chunk_bytes >> 4) << 16)
-    }
-
-    /// The descriptor moved by `bytes` in the first chunk; the second chunk stays where it is.
-    #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn towards(self, bytes: u32) -> u64 {
-        Self(self.0.wrapping_sub((bytes >> 4) << 16)).at(bytes)
-    }
-
-    /// The descriptor moved by `bytes`.
-    #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn at(self, bytes: u32) -> u64 {
-        const SWIZZLE_128: u32 = 1 << 30;
-        const GROUP: u32 = 1024 >> 4;
-        ((SWIZZLE_128 | GROUP) as u64) << 32 | (self.0 + (bytes >> 4)) as u64
     }
 }
