@@ -8,9 +8,10 @@ use crate::paged::put_gaps;
 use crate::parity::{Judge, Parity};
 use gqa_host::backend::{Backend, Io};
 use gqa_host::engine::{Dense, External, LatentHeads, Layer, Paged, Rope};
-use gqa_host::plan::{TensorId, Tensors};
+use gqa_host::plan::{DeviceInfo, PlanOptions, TensorId, Tensors, plan};
 use gqa_host::reference::Reference;
 use gqa_host::{DType, Problem, Result, RowStrides, Sink, Tensor};
+use gqa_kernels::registry::Family;
 use ndarray::{Array2, arr1};
 use proptest::prelude::*;
 use rand::rngs::SmallRng;
@@ -125,6 +126,33 @@ pub fn latent(sizes: &[[usize; 2]], most: usize) -> BoxedStrategy<LatentCase> {
                 slots: slots && is_paged && !no_new_rows,
                 seed,
             }
+        })
+        .boxed()
+}
+
+/// Those calls with what the kernel for decode steps over a paged latent cache takes, and for which
+/// it is taken on a device.
+pub fn latent_in_place(
+    cases: BoxedStrategy<LatentCase>,
+    device: &DeviceInfo,
+) -> BoxedStrategy<LatentCase> {
+    let (device, rows) = (device.clone(), prop::sample::select(vec![16usize, 32, 64, 128]));
+    (cases, crate::half_dtype(), rows, [0..=2usize, 0..=2])
+        .prop_map(|(case, dtype, rows, apart)| LatentCase {
+            dtype,
+            rows: LatentRows::Paged(rows, apart),
+            first_prompt: false,
+            window: None,
+            head_sink: false,
+            tree_mask: false,
+            bias: false,
+            ..case
+        })
+        .prop_filter("taken by another kernel", move |case| {
+            let plan = case.problem().and_then(|p| plan(&p, &device, &PlanOptions::default()));
+            plan.is_ok_and(|plan| {
+                plan.launches().iter().any(|launch| launch.entry().family == Family::Latent)
+            })
         })
         .boxed()
 }

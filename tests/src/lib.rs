@@ -24,7 +24,7 @@ pub use case::{
 pub use compare::{Errors, Tolerance, compare};
 pub use entries::{every_entry, float8_kernels, is_of_attention};
 pub use hostile::hostile;
-pub use latent::{LatentCase, LatentRows, latent};
+pub use latent::{LatentCase, LatentRows, latent, latent_in_place};
 pub use paged::{
     DECODE_KERNELS, PREFILL_KERNELS, PagedCase, copied, in_place, paged, paged_concurrent,
     paged_crowd_steps, paged_crowds, paged_in_parts, paged_long, paged_mixed, paged_prompts,

@@ -3,7 +3,7 @@
 use gqa_host::backend::cpu::Cpu;
 use gqa_host::backend::sim::Sim;
 use gqa_host::plan::{DeviceInfo, PlanOptions};
-use gqa_tests::{latent, parity};
+use gqa_tests::{latent, latent_in_place, parity};
 
 /// Keys and values of a row: DeepSeek's, and smaller ones, which are faster.
 const SIZES: [[usize; 2]; 8] =
@@ -30,4 +30,17 @@ fn on_the_simulated_gpu_without_fused_launches() {
         PlanOptions { disable_memory_efficient_attention: true, ..PlanOptions::default() };
     let old = Sim::default().with_device(DeviceInfo::known("v100").expect("a known device"));
     parity("sim, v100, latent", 80, latent(SMALL, 40), &old.with_options(options));
+}
+
+/// Decode steps by the kernel for them, with as many splits as suit the device, and with some.
+#[test]
+fn steps_in_place() {
+    for (multiprocessors, splits) in [(1, None), (132, None), (132, Some(3))] {
+        let h200 = DeviceInfo::known("h200").expect("a known device");
+        let device = DeviceInfo { multiprocessors, ..h200 };
+        let options = PlanOptions { splits, ..PlanOptions::default() };
+        let cases = latent_in_place(latent(&SIZES[..1], 150), &device);
+        let sim = Sim::default().with_device(device).with_options(options);
+        parity(&format!("sim, latent in place, splits {splits:?}"), 12, cases, &sim);
+    }
 }

@@ -749,7 +749,31 @@ layer!(
     decode.attention.k in Strides; decode.attention.v in Strides
 );
 
+/// Scalars of `latent`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+pub struct LatentParams {
+    /// The call: `head_size` is that of keys, `capacity` the rows of a sequence's blocks; batch
+    /// strides are 0. Strides of the cache are in its tensor map.
+    pub attention: AttentionParams,
+    /// Tokens of all sequences.
+    pub tokens: u32,
+    /// Blocks of a sequence: columns of block_table.
+    pub per_sequence: u32,
+    /// Logarithm of a block's rows, 16 or more.
+    pub log_block_size: u32,
+    /// Blocks of the cache.
+    pub blocks: u32,
+    /// 1: lengths count the new tokens. 0: the rows before them.
+    pub counts_new: u32,
+    /// Keeps the size a multiple of 8 without hidden padding.
+    pub reserved: u32,
+}
+
+layer!(LatentParams fixes log_block_size, counts_new, reserved; attention in AttentionParams);
+
 const _: () = assert!(size_of::<AttentionParams>() == 5 * 24 + 16 * 4);
+const _: () = assert!(size_of::<LatentParams>() == size_of::<AttentionParams>() + 6 * 4);
 const _: () = assert!(size_of::<MaskedParams>() == size_of::<AttentionParams>() + 8 * 4);
 const _: () = assert!(size_of::<HopperParams>() == size_of::<AttentionParams>() + 4 * 4);
 const _: () = assert!(size_of::<Float8Params>() == size_of::<AttentionParams>() + 2 * 4);

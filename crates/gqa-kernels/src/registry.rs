@@ -213,6 +213,7 @@ mod decode_paged;
 mod decode_quantized;
 mod general;
 mod hopper;
+mod latent;
 mod prologue;
 mod split_kv;
 mod tiled;
@@ -224,6 +225,7 @@ static TABLES: &[&[&[Entry]]] = &[
     general::TABLES,
     tiled::TABLES,
     hopper::TABLES,
+    latent::TABLES,
     split_kv::TABLES,
     decode::TABLES,
     decode_quantized::TABLES,

@@ -16,21 +16,21 @@
 //! in registers, over the last 64 channels of its own tile: these belong to the key alone.
 //!
 //! **Grid**: (row tiles, splits, sequences); CTAs of one sequence's row tiles are neighbours and
-//! read the same keys from L2. [`combine`](super::combine) merges splits.
+//! read the same keys from L2.
 //!
 //! **Tensors**: q (tokens of all sequences, query head, 576) with any strides that are multiples of
 //! 8; k through a tensor map (64 channels, row of a block, chunk of 64 channels, block); starts
 //! (batch + 1) and past_seqlens (batch) as in [`Sequences`]; block_table (batch, blocks of a
-//! sequence); out (token, query head, 512) and lse (batch, query head, S) where keys are not split,
-//! else partial_out (split, batch, query head, S, 512) and partial_lse (split, batch, query head,
-//! S).
+//! sequence); out (token, query head, 512) with its strides, and lse (query head, token) or null,
+//! where keys are not split; else partial_out (split, query head, token, 512) and partial_lse
+//! (split, query head, token), which [`merge`] merges.
 //!
 //! **Shared memory**: the queries, then the stages, each as chunks of 64 channels with 128-byte
 //! rows and the 128-byte swizzle; what warpgroups pass to each other; barriers.
 //!
 //! **Barriers** (mbarriers, one of each for each stage): `FULL`, the bytes have arrived; `WEIGHED`,
 //! P has been written, one arrival of each thread that wrote it; `EMPTY`, one arrival of each warp
-//! that multiplies values. Named barriers: [`QUERIES`] are in shared memory; [`FACTORS`] that
+//! that multiplies. Named barriers: [`QUERIES`] are in shared memory; [`FACTORS`] that
 //! normalise the output are.
 //!
 //! **Gaps**: the block table may hold indices outside of the cache. TMA fills such rows with zeros,
@@ -40,12 +40,16 @@
 //! m, rounded to the element type.
 
 mod loads;
+mod merge;
 mod scores;
 mod values;
 
+pub use merge::{MERGE_SHARED_BYTES, MERGE_THREADS, merge};
+
+use super::split_kv::MAX_SPLITS;
 use crate::concept::pages::Sequence;
 use crate::num::{Element, MmaElement};
-use crate::params::LatentParams;
+use crate::params::{AttentionParams, LatentParams};
 use crate::simt::*;
 use crate::tile::pages::Sequences;
 use crate::tile::ring::Ring;
@@ -103,11 +107,47 @@ const EMPTY: u32 = WEIGHED + 8 * STAGES;
 const QUERIES: u32 = 1;
 /// Named barrier: the factors of the output are in shared memory.
 const FACTORS: u32 = 2;
+/// Named barrier of the warpgroup that computes scores: its products with a tile are complete.
+const SCORED: u32 = 5;
 /// Named barriers of each warpgroup that multiplies values: it has cleared rows without a token.
 const CLEARED: [u32; 2] = [3, 4];
 
 const _: () = assert!(WEIGHTS + ROWS * KEYS * 2 <= STAGE_BYTES);
 const _: () = assert!(SHARED_BYTES <= 227 << 10);
+
+/// Elements of partial_out and of partial_lse.
+pub fn partial_elements(p: &LatentParams) -> (usize, usize) {
+    let AttentionParams { splits, q_heads, .. } = p.attention;
+    let rows = splits as usize * q_heads as usize * p.tokens as usize;
+    (rows * VALUE_SIZE as usize, rows)
+}
+
+/// Number of splits with the least estimated time on `multiprocessors` SMs, if all sequences have
+/// `keys` keys.
+pub fn splits(p: &LatentParams, keys: u32, multiprocessors: u32) -> u32 {
+    /// Microseconds of a tile where all SMs load, of a CTA besides, and to start the merge.
+    const TILE: f64 = 1.17;
+    const START: f64 = 4.0;
+    const MERGE: f64 = 3.0;
+    /// Bytes that are written and read back in a microsecond.
+    const MERGED_BYTES: f64 = 1.5e6;
+    let [row_tiles, _, batch] = grid(p);
+    let tiles = keys.div_ceil(KEYS).max(1);
+    let time = |splits: u32| {
+        let blocks = u64::from(row_tiles) * u64::from(batch) * u64::from(splits);
+        let waves = blocks.div_ceil(u64::from(multiprocessors.max(1)));
+        let attention = waves as f64 * (START + f64::from(tiles.div_ceil(splits)) * TILE);
+        let rows = f64::from(splits) * f64::from(p.attention.q_heads) * f64::from(p.tokens);
+        let merge = MERGE + rows * f64::from(VALUE_SIZE) * 4.0 / MERGED_BYTES;
+        if splits > 1 { attention + merge } else { attention }
+    };
+    (1..=tiles.min(MAX_SPLITS)).min_by(|&a, &b| time(a).total_cmp(&time(b))).unwrap_or(1)
+}
+
+/// Grid of the merge.
+pub fn merge_grid(p: &LatentParams) -> [u32; 3] {
+    [p.attention.q_heads * p.tokens, VALUE_SIZE / merge::COLUMNS, 1]
+}
 
 /// Grid of a call.
 pub fn grid(p: &LatentParams) -> [u32; 3] {
@@ -154,12 +194,14 @@ pub fn latent<T: MmaElement>(
     partial_lse: Global<f32>,
     p: LatentParams,
 ) {
-    let to = Pointers { q, block_table, out, lse, partial_out, partial_lse };
-    let work = Work::new(&p, to, starts, past_seqlens);
     if thread_idx() == 0 {
         prefetch_tensor_map(k);
-        work.init_barriers();
+        init_barriers(shared_base());
     }
+    grid_dependency_wait();
+    launch_dependents();
+    let to = Pointers { q, block_table, out, lse, partial_out, partial_lse };
+    let work = Work::new(&p, to, starts, past_seqlens);
     work.keep_rows();
     sync_threads();
     // Broadcast, so that the compiler knows that it is warp-uniform.
@@ -190,26 +232,11 @@ impl<'a, T: Element> Work<'a, T> {
         let counts_new = p.counts_new != 0;
         let sequences = Sequences { starts, past_seqlens, tokens: p.tokens, least: 0, counts_new };
         let sequence = sequences.get(batch, &p.attention);
-        let rows = Rows::of(&p.attention, row_tile, 0, batch, ROWS);
-        let rows = Rows { start: sequence.start, seqlen: sequence.seqlen(), ..rows };
-        let span = rows.span_of_tokens();
-        let end = if sequence.new == 0 { 0 } else { span.some.end };
-        let keys = crate::tile::rows::Span { some: crate::concept::mask::Visible { first: 0, end }, ..span };
-        let tiles = keys.share(KEYS, split, p.attention.splits);
+        let rows = Rows::of(&p.attention, row_tile, 0, batch, ROWS)
+            .of_sequence(sequence.start, sequence.seqlen());
+        let span = rows.span_of_tokens().below(if sequence.new == 0 { 0 } else { u32::MAX });
+        let (tiles, end) = (span.share(KEYS, split, p.attention.splits), span.some.end);
         Self { base: shared_base(), p, to, sequence, rows, split, tiles, end }
-    }
-
-    /// Run by one thread.
-    #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn init_barriers(&self) {
-        let mut ring = Ring::START;
-        while ring.parity == 0 {
-            mbarrier_init(self.barrier(FULL, ring), 1);
-            mbarrier_init(self.barrier(WEIGHED, ring), WARPGROUP);
-            mbarrier_init(self.barrier(EMPTY, ring), 2 * WARPGROUP / 32);
-            ring = ring.next(STAGES);
-        }
-        fence_mbarrier_init();
     }
 
     /// Stores what each row is.
@@ -232,12 +259,6 @@ impl<'a, T: Element> Work<'a, T> {
         Shared::at(ROW_PLACES).offset(4 * r)
     }
 
-    /// Whether row `r` of the tile is one of the call's.
-    #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn exists(&self, r: u32) -> bool {
-        r < self.rows.count()
-    }
-
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn barrier(&self, kind: u32, at: Ring) -> u32 {
         self.base + kind + at.barrier()
@@ -249,19 +270,46 @@ impl<'a, T: Element> Work<'a, T> {
         self.base + KV + at.stage * STAGE_BYTES
     }
 
-    /// Index of a row in (split, batch, query head, S), or of a call without splits in (batch,
-    /// query head, S).
+    /// Whether row `r` of the tile is a token of the sequence.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn is_token(&self, r: u32, row: Row) -> bool {
+        r < self.rows.count() && row.s < self.sequence.new
+    }
+
+    /// Index of a token's row in (split, query head, token).
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn index(&self, row: Row) -> usize {
-        let p = &self.p.attention;
-        let of_split = (self.split * p.batch * p.q_heads * p.q_len) as usize;
-        of_split + self.rows.index(p, row)
+        let heads = self.split * self.p.attention.q_heads + row.head;
+        heads as usize * self.p.tokens as usize + (self.rows.start + row.s) as usize
+    }
+
+    /// Releases the stage for this warp, whose lanes have all read it.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn release(&self, at: Ring) {
+        sync_warp();
+        if lane() == 0 {
+            mbarrier_arrive(self.barrier(EMPTY, at));
+        }
     }
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn is_split(&self) -> bool {
         self.p.attention.splits > 1
     }
+}
+
+/// Run by one thread.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+fn init_barriers(base: u32) {
+    let mut stage = 0;
+    while stage < STAGES {
+        let base = base + 8 * stage;
+        mbarrier_init(base + FULL, 1);
+        mbarrier_init(base + WEIGHED, WARPGROUP);
+        mbarrier_init(base + EMPTY, MULTIPLYING / 32);
+        stage += 1;
+    }
+    fence_mbarrier_init();
 }
 
 /// The thread's rows in its warpgroup, `0` and `1` for halves: accumulators of a warpgroup have
@@ -276,13 +324,4 @@ fn row_of(half: u32) -> u32 {
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn rescales(stage: u32) -> u32 {
     RESCALES + stage * RESCALE_BYTES + thread_idx() % WARPGROUP * 8
-}
-
-/// wgmma descriptor of an operand with the 128-byte swizzle: 8-row groups 1024 bytes apart, chunks
-/// of 64 columns `chunk_bytes` apart.
-#[cfg_attr(target_arch = "nvptx64", inline(always))]
-fn descriptor(address: u32, chunk_bytes: u32) -> u64 {
-    const SWIZZLE_128: u64 = 1 << 62;
-    const GROUP: u64 = (1024 >> 4) << 32;
-    SWIZZLE_128 | GROUP | u64::from(chunk_bytes >> 4) << 16 | u64::from(address >> 4 & 0x3fff)
 }

@@ -4,6 +4,7 @@ pub mod combine;
 pub mod decode;
 pub mod general;
 pub mod hopper;
+pub mod latent;
 mod out;
 pub mod split_kv;
 pub mod tiled;

@@ -124,6 +124,8 @@ families! {
     HopperPagedQuantized: "hopper_paged_quantized", "family-hopper-paged-quantized", ["sm_90a"];
     /// The same with operands of e4m3.
     HopperFloat8: "hopper_float8", "family-hopper-float8", ["sm_90a"];
+    /// Decode over a latent KV cache.
+    Latent: "latent", "family-latent", ["sm_90a"];
     /// Tensor-core flash attention over a split of the keys, and the merge.
     SplitKv: "split_kv", "family-split-kv", ["sm_75" ptx 65, "sm_80", "sm_90a"];
     /// The same with a bias or a mask.

@@ -22,7 +22,8 @@ pub use mbarrier::*;
     feature = "family-hopper-paged",
     feature = "family-hopper-quantized",
     feature = "family-hopper-paged-quantized",
-    feature = "family-hopper-float8"
+    feature = "family-hopper-float8",
+    feature = "family-latent"
 ))]
 pub(crate) use tma::tensor_map_param;
 pub use tma::*;

@@ -149,6 +149,12 @@ impl Rows {
         }
     }
 
+    /// The same rows of a sequence whose first token is row `start` of the tensors of new tokens.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub fn of_sequence(self, start: u32, seqlen: Seqlen) -> Self {
+        Self { start, seqlen, ..self }
+    }
+
     /// The rows among the first `tokens` tokens of a sequence whose first token is row `start` of
     /// the tensors of new tokens. The sequence has no cached keys yet.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]

@@ -8,7 +8,7 @@ use crate::problem::Problem;
 use bytemuck::Pod;
 use gqa_kernels::attention::{combine, split_kv};
 use gqa_kernels::params::AttentionParams;
-use gqa_kernels::registry::{Entry, Role, entries};
+use gqa_kernels::registry::{Entry, Family, Role, entries};
 use gqa_tensor::{Error, Result};
 
 /// Blocks of the merge per SM: more only wait.
@@ -42,7 +42,10 @@ pub(super) fn launches(
 /// The merge for the element type of a kernel and the call's output.
 fn merge_of(entry: &Entry, p: &Problem) -> Result<&'static Entry> {
     let is_it = |other: &&Entry| {
-        other.role == Role::Merge && other.dtype == entry.dtype && writes(other, p)
+        other.family == Family::SplitKv
+            && other.role == Role::Merge
+            && other.dtype == entry.dtype
+            && writes(other, p)
     };
     entries()
         .find(is_it)

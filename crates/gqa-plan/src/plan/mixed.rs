@@ -24,8 +24,8 @@ use super::cost::mixed::{Order, Work};
 use super::decision::{Decision, Rejection};
 use super::device::{Capability, DeviceInfo};
 use super::families::{
-    DecodePaged, DecodePagedQuantized, HopperPaged, HopperPagedQuantized, TiledPaged, in_halves,
-    in_parts,
+    DecodePaged, DecodePagedQuantized, HopperPaged, HopperPagedQuantized, Latent, TiledPaged,
+    in_halves, in_parts,
 };
 use super::family::{Call, Choice, Family, Job, Kernel, Task, TileQueue};
 use super::launch::Launch;
@@ -55,6 +55,11 @@ impl Attention {
         of.quantized.is_some() && self.problem.quantized.is_none()
     }
 
+    /// Whether it reads queries that a launch ahead has rotated.
+    pub(super) fn reads_rotated(&self, of: &Problem) -> bool {
+        of.latent && of.rotary.is_some()
+    }
+
     /// Its launches; with `follows_concurrent`, they do not wait for the launch ahead.
     pub(super) fn launches(
         &self,
@@ -82,6 +87,7 @@ impl Attentions {
         options: &PlanOptions,
     ) -> Self {
         let step: &'static dyn Family = match problem.quantized {
+            None if problem.latent => &Latent,
             None => &DecodePaged,
             Some(_) => &DecodePagedQuantized,
         };
@@ -94,7 +100,7 @@ impl Attentions {
         // Kernels do not append by slot_mapping; a launch before them does.
         let appends = !pages.slots && !problem.reads_pages_only();
         if let Ok(choice) = steps {
-            let task = Task { appended: !appends, ..whole };
+            let task = Task { appended: !appends || problem.latent, ..whole };
             let call = Call::new(problem, device, options);
             let kernel = in_parts(&choice.kernel, &call).unwrap_or(choice.kernel);
             let choice = Choice { kernel, ..choice };

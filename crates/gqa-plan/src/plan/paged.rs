@@ -30,12 +30,12 @@ use super::params::{format, rope_offset, rotary_params, scale_tensors, scales};
 use super::positions::positions;
 use super::prologue::normalise;
 use super::rebind::Rebind;
-use super::rows::Rows;
+use super::rows::{Operand, Rows};
 use super::scratch::Scratch;
 use super::tree_mask::Expanded;
 use crate::tensors::TensorId;
 use crate::{DType, Pages, Problem, Result, Sink};
-use gqa_kernels::params::{PagedGapsParams, PagedParams, sink};
+use gqa_kernels::params::{PagedGapsParams, PagedParams, Strides, sink};
 use gqa_kernels::prologue::{paged_gaps_grid, paged_grid};
 use gqa_kernels::registry::{Entry, Role};
 
@@ -56,9 +56,15 @@ pub(super) fn compose(
     for attention in &by_themselves {
         launches.extend(attention.launches(device, rows, false, scratch)?);
     }
+    let mut rows = rows;
     if appends && let Some(first) = others.first() {
         let least = if by_themselves.is_empty() { 0 } else { first.task.least };
-        launches.push(Prologue::new(problem, pages, rows)?.append(Arg::Null, least, device)?);
+        let prologue = Prologue::new(problem, pages, rows)?;
+        if first.reads_rotated(problem) {
+            rows.query = prologue.rotated_queries(scratch)?;
+        }
+        let moved = if first.reads_rotated(problem) { rows.query.arg } else { Arg::Null };
+        launches.push(prologue.append(moved, least, device)?);
     }
     let of_codes = others.iter().find(|attention| attention.reads_dequantized(problem));
     let least = of_codes.map_or(0, |attention| attention.task.least);
@@ -149,6 +155,16 @@ impl<'a> Prologue<'a> {
             moves_queries: 0,
         };
         Ok(Self { problem: p, rows, params })
+    }
+
+    /// Where queries are once they are rotated, if every sequence has as many tokens as the longest.
+    fn rotated_queries(&self, scratch: &mut Scratch) -> Result<Operand> {
+        let PagedParams { q_heads, head_size, .. } = self.params;
+        let row = q_heads as usize * head_size as usize;
+        let tokens = self.params.tokens as usize;
+        let arg = scratch.take(tokens.saturating_mul(row), self.problem.dtype.size())?;
+        let strides = Strides { batch: 0, head: u64::from(head_size), row: row as u64 };
+        Ok(Operand { arg, strides })
     }
 
     /// New rows into the cache, of sequences of `least` tokens or more, and queries to `query`;

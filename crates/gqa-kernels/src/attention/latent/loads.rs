@@ -1,8 +1,6 @@
 //! Run by one warp: finds the blocks of the key tiles and copies them into the stages.
 
-use super::{
-    CHUNK_BYTES, CHUNKS, EMPTY, FULL, GAPS, KEYS, LEAST_BOX, STAGE_BYTES, STAGES, Work,
-};
+use super::{CHUNK_BYTES, CHUNKS, EMPTY, FULL, GAPS, KEYS, LEAST_BOX, STAGE_BYTES, STAGES, Work};
 use crate::num::MmaElement;
 use crate::simt::*;
 use crate::tile::ring::Ring;

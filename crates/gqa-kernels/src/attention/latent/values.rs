@@ -1,12 +1,12 @@
 //! A warpgroup that multiplies P by half of the columns of V, and before that loads queries.
 
 use super::{
-    CHUNK_BYTES, CLEARED, EMPTY, FACTORS, FULL, KEY_SIZE, KEYS, MULTIPLYING, QUERIES,
-    QUERY_CHUNK, ROWS, STAGES, VALUE_CHUNKS, VALUE_SIZE, WARPGROUP, WEIGHED, WEIGHTS, Work,
-    descriptor, rescales, row_of,
+    CHUNK_BYTES, CLEARED, FACTORS, FULL, KEY_SIZE, KEYS, MULTIPLYING, QUERIES, QUERY_CHUNK, ROWS,
+    STAGES, VALUE_CHUNKS, VALUE_SIZE, WARPGROUP, WEIGHED, WEIGHTS, Work, rescales, row_of,
 };
 use crate::num::MmaElement;
 use crate::simt::*;
+use crate::tile::descriptor::Descriptor;
 use crate::tile::quad::transpose;
 use crate::tile::ring::Ring;
 
@@ -33,17 +33,8 @@ pub(super) fn run<T: MmaElement>(work: &Work<'_, T>, half: u32) {
         rescale(&mut out, rescales(ring.stage));
         let weights = take_weights(work.stage(ring));
         work.clear(tile, half, ring);
-        let values = work.stage(ring) + half * OWN_CHUNKS * CHUNK_BYTES;
-        wgmma_fence();
-        for depth in 0..DEPTHS {
-            let values = descriptor(values + depth * 16 * 128, CHUNK_BYTES);
-            T::wgmma_registers(&mut out, true, weights[depth as usize], values);
-        }
-        wgmma_commit();
-        wgmma_wait::<0>();
-        if lane() == 0 {
-            mbarrier_arrive(work.barrier(EMPTY, ring));
-        }
+        multiply::<T>(&mut out, weights, work.stage(ring) + half * OWN_CHUNKS * CHUNK_BYTES);
+        work.release(ring);
         ring = ring.next(STAGES);
     }
     named_barrier_sync(FACTORS, MULTIPLYING);
@@ -52,6 +43,37 @@ pub(super) fn run<T: MmaElement>(work: &Work<'_, T>, half: u32) {
         work.store_part(&out, half);
     } else {
         work.store(&out, half);
+    }
+}
+
+/// `out += weights · values`, in two products for each 16 keys: for one with all columns ptxas wants
+/// more registers than a thread has where a CTA has 512.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+fn multiply<T: MmaElement>(
+    out: &mut [f32; OUTPUTS],
+    weights: [[u32; 4]; DEPTHS as usize],
+    values: u32,
+) {
+    let [left, right] = halves(out);
+    // Broadcast, as of the keys.
+    let values = Descriptor::new(shfl_idx_u32(values, 0), CHUNK_BYTES);
+    wgmma_fence();
+    for depth in 0..DEPTHS {
+        let of = |chunk| values.at(depth * 16 * 128 + chunk * CHUNK_BYTES);
+        T::wgmma_registers(left, true, weights[depth as usize], of(0));
+        T::wgmma_registers(right, true, weights[depth as usize], of(OWN_CHUNKS / 2));
+    }
+    wgmma_commit();
+    wgmma_wait::<0>();
+}
+
+/// The left and the right columns of the output.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+fn halves(out: &mut [f32; OUTPUTS]) -> [&mut [f32; OUTPUTS / 2]; 2] {
+    let (left, right) = out.split_at_mut(OUTPUTS / 2);
+    match (left.first_chunk_mut(), right.first_chunk_mut()) {
+        (Some(left), Some(right)) => [left, right],
+        _ => trap(),
     }
 }
 
@@ -82,12 +104,10 @@ impl<T: MmaElement> Work<'_, T> {
         for vector in Rolled(thread..ROWS * VECTORS, 2 * WARPGROUP) {
             let (r, unit) = (vector / VECTORS, vector % VECTORS);
             let row = self.row(r);
-            let is_token = self.exists(r) && row.s < self.sequence.new;
             let from = self.p.attention.q.at(0, row.head, self.rows.start + row.s);
-            let words = if is_token {
-                self.to.q.load_vec(from + unit as usize * 8)
-            } else {
-                [0; 4]
+            let words = match self.is_token(r, row) {
+                true => self.to.q.load_vec(from + unit as usize * 8),
+                false => [0; 4],
             };
             let (chunk, within) = (unit / 8, unit % 8 ^ r % 8);
             st_shared_vec(self.base + chunk * QUERY_CHUNK + r * 128 + within * 16, words);
@@ -121,14 +141,14 @@ impl<T: MmaElement> Work<'_, T> {
             let r = row_of(side as u32);
             let row = self.row(r);
             let at = self.p.attention.out.at(0, row.head, self.rows.start + row.s);
-            let exists = self.exists(r) && row.s < self.sequence.new;
+            let is_token = self.is_token(r, row);
             for group in 0..OUTPUTS / 16 {
                 let words = core::array::from_fn(|i| {
                     let pair = 16 * group + 4 * i + 2 * side;
                     T::pack(out[pair], out[pair + 1])
                 });
                 let words = transpose(words, lane());
-                if exists {
+                if is_token {
                     self.to.out.store_vec(at + (column + group as u32 * 32) as usize, words);
                 }
             }
@@ -141,8 +161,9 @@ impl<T: MmaElement> Work<'_, T> {
         let column = half * COLUMNS + lane() % 4 * 2;
         for side in 0..2 {
             let r = row_of(side as u32);
-            let at = self.index(self.row(r)) * VALUE_SIZE as usize;
-            if self.exists(r) && !self.tiles.is_empty() {
+            let row = self.row(r);
+            let at = self.index(row) * VALUE_SIZE as usize;
+            if self.is_token(r, row) && !self.tiles.is_empty() {
                 for block in 0..OUTPUTS / 4 {
                     let pair = [0, 1].map(|i| out[4 * block + 2 * side + i].to_bits());
                     let at = at + (column + block as u32 * 8) as usize;

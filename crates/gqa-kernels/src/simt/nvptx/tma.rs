@@ -30,6 +30,7 @@ impl TensorMap {
     feature = "family-hopper-quantized",
     feature = "family-hopper-paged-quantized",
     feature = "family-hopper-float8",
+    feature = "family-latent",
     feature = "family-tiled-tma"
 ))]
 macro_rules! tensor_map_param {
@@ -52,6 +53,7 @@ macro_rules! tensor_map_param {
     feature = "family-hopper-quantized",
     feature = "family-hopper-paged-quantized",
     feature = "family-hopper-float8",
+    feature = "family-latent",
     feature = "family-tiled-tma"
 ))]
 pub(crate) use tensor_map_param;

@@ -136,6 +136,8 @@ macro_rules! wgmma {
 /// The widths in use: accumulators per thread, N, the numbers of the operands that follow.
 macro_rules! widths {
     ($($call:tt)*) => { wgmma! { $($call)*
+    16 "32" (16 17 18 19 20 21)
+        [1 2 3 4 5 6 7 8 9 10 11 12 13 14 15];
     32 "64" (32 33 34 35 36 37)
         [1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22 23 24 25 26 27 28 29 30 31];
     36 "72" (36 37 38 39 40 41)

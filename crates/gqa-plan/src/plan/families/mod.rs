@@ -11,6 +11,7 @@ mod hopper_masked;
 mod hopper_paged;
 mod hopper_paged_quantized;
 mod hopper_quantized;
+mod latent;
 mod split_kv;
 mod split_kv_masked;
 mod tiled;
@@ -24,12 +25,13 @@ mod unfused;
 use super::family::Family;
 
 /// All families, best first: the order in which the cascade asks them.
-pub(super) static FAMILIES: [&dyn Family; 20] = [
+pub(super) static FAMILIES: [&dyn Family; 21] = [
     &decode_paged::DecodePaged,
     &decode_paged_quantized::DecodePagedQuantized,
     &hopper_paged_quantized::HopperPagedQuantized,
     &hopper_paged::HopperPaged { divides: true },
     &tiled_paged::TiledPaged,
+    &latent::Latent,
     &decode_quantized::DecodeQuantized,
     &decode::Decode,
     &split_kv::SplitKv,
@@ -52,4 +54,5 @@ pub(super) use decode_paged::{DecodePaged, in_parts};
 pub(super) use decode_paged_quantized::DecodePagedQuantized;
 pub(super) use hopper_paged::HopperPaged;
 pub(super) use hopper_paged_quantized::HopperPagedQuantized;
+pub(super) use latent::Latent;
 pub(super) use tiled_paged::TiledPaged;

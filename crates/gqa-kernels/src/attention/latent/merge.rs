@@ -1,0 +1,125 @@
+//! Merges the results of KV splits. **One CTA** sums 128 columns of a row: each of its warps some of
+//! the splits, each lane four columns; shared memory has the weights of the splits, then the sums
+//! of the warps. **Grid**: (query head, token), then columns.
+
+use super::VALUE_SIZE;
+use crate::attention::split_kv::MAX_SPLITS;
+use crate::concept::softmax::{LOG2_E, SoftmaxState};
+use crate::num::MmaElement;
+use crate::params::LatentParams;
+use crate::simt::*;
+
+/// Threads of a CTA.
+pub const MERGE_THREADS: u32 = 32 * WARPS;
+/// Shared memory of a CTA, in bytes.
+pub const MERGE_SHARED_BYTES: u32 = SUMS + WARPS * COLUMNS * 4;
+
+const WARPS: u32 = 4;
+/// Columns of a CTA.
+pub(super) const COLUMNS: u32 = 32 * 4;
+/// Offset of the warps' sums, after the weights.
+const SUMS: u32 = MAX_SPLITS * 4;
+/// Splits whose weights one lane computes.
+const PER_LANE: usize = MAX_SPLITS as usize / 32;
+/// Splits whose columns a lane keeps in flight.
+const UNROLL: u32 = 8;
+
+/// The kernel.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+pub fn merge<T: MmaElement>(
+    out: Global<T>,
+    lse: Global<f32>,
+    partial_out: Global<f32>,
+    partial_lse: Global<f32>,
+    p: LatentParams,
+) {
+    grid_dependency_wait();
+    launch_dependents();
+    let (row, splits) = (block_idx_x(), p.attention.splits);
+    let rows = (p.attention.q_heads * p.tokens) as usize;
+    let column = block_idx_y() * COLUMNS + 4 * lane();
+    if warp() == 0 {
+        let state = weigh(partial_lse.offset(row as usize), rows, splits);
+        if lane() == 0 && block_idx_y() == 0 && !lse.is_null() {
+            lse.store(row as usize, state.log_sum_exp());
+        }
+    }
+    sync_threads();
+    let from = partial_out.offset(row as usize * VALUE_SIZE as usize + column as usize);
+    let sums = add_up(from, rows * VALUE_SIZE as usize, splits);
+    Shared::<f32>::at(SUMS)
+        .offset(warp() * COLUMNS + 4 * lane())
+        .store_vec(0, sums.map(f32::to_bits));
+    sync_threads();
+    if warp() == 0 {
+        let [head, token] = [row / p.tokens.max(1), row % p.tokens.max(1)];
+        let sums = add_warps(4 * lane());
+        let words = [T::pack(sums[0], sums[1]), T::pack(sums[2], sums[3])];
+        out.store_vec8(p.attention.out.at(0, head, token) + column as usize, words);
+    }
+}
+
+/// Stores the weights of all splits, and returns the row's state.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+fn weigh(partial_lse: Global<f32>, rows: usize, splits: u32) -> SoftmaxState {
+    let mut logs = [f32::NEG_INFINITY; PER_LANE];
+    for i in 0..PER_LANE {
+        let split = lane() + 32 * i as u32;
+        if split < splits {
+            logs[i] = partial_lse.load(split as usize * rows) * LOG2_E;
+        }
+    }
+    let mut state = SoftmaxState::EMPTY;
+    state.raise(over_lanes(logs.into_iter().fold(f32::NEG_INFINITY, max), max));
+    let shares = logs.map(|log| state.weight(log));
+    state.sum = over_lanes(shares.into_iter().sum(), |a, b| a + b);
+    let factor = state.normaliser();
+    for i in 0..PER_LANE {
+        Shared::<f32>::at(0).store(lane() + 32 * i as u32, shares[i] * factor);
+    }
+    state
+}
+
+/// Reduces the values of all lanes of the warp.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+fn over_lanes(value: f32, join: impl Fn(f32, f32) -> f32) -> f32 {
+    [16, 8, 4, 2, 1].into_iter().fold(value, |value, mask| join(value, shfl_xor_f32(value, mask)))
+}
+
+/// The sums of this warp's splits, for four columns. Results of a split whose weight is 0 were
+/// perhaps not written.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+fn add_up(from: Global<f32>, stride: usize, splits: u32) -> [f32; 4] {
+    let weights = Shared::<f32>::at(0);
+    let mut sums = [0.0; 4];
+    for first in Rolled(warp()..splits, WARPS * UNROLL) {
+        let mut columns = [[0; 4]; UNROLL as usize];
+        for i in 0..UNROLL {
+            let split = first + WARPS * i;
+            if split < splits && weights.load(split) != 0.0 {
+                columns[i as usize] = from.load_vec(split as usize * stride);
+            }
+        }
+        for i in 0..UNROLL {
+            let split = (first + WARPS * i).min(MAX_SPLITS - 1);
+            for c in 0..4 {
+                let value = f32::from_bits(columns[i as usize][c]);
+                sums[c] = fma(weights.load(split), value, sums[c]);
+            }
+        }
+    }
+    sums
+}
+
+/// The sums of all warps for four columns.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+fn add_warps(column: u32) -> [f32; 4] {
+    let mut sums = [0.0; 4];
+    for warp in 0..WARPS {
+        let of_warp = Shared::<f32>::at(SUMS).offset(warp * COLUMNS + column).load_vec(0);
+        for c in 0..4 {
+            sums[c] += f32::from_bits(of_warp[c]);
+        }
+    }
+    sums
+}

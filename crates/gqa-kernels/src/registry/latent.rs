@@ -1,0 +1,25 @@
+//! Attention to a latent KV cache.
+
+use crate::attention::latent;
+use crate::num::{bf16, f16};
+use crate::params::LatentParams;
+
+#[cfg(not(target_arch = "nvptx64"))]
+pub(super) static TABLES: &[&[super::Entry]] = &[LATENT, LATENT_MERGE];
+
+kernels!(LATENT, Latent: Attention, "family-latent",
+    ([k 0] q: T, starts: i32, past_seqlens: i32, block_table: i32, out: T, lse: f32, partial_out: f32, partial_lse: f32;
+     p: LatentParams),
+    each { head_size: latent::KEY_SIZE, rows: latent::ROWS, keys: latent::KEYS, threads: latent::THREADS,
+           min_blocks: 1, shared: latent::SHARED_BYTES, hot: true, min_sm: 90 }, {
+    gqa_latent_f16 => latent::latent::<f16>, T = f16;
+    gqa_latent_bf16 => latent::latent::<bf16>, T = bf16;
+});
+
+kernels!(LATENT_MERGE, Latent: Merge, "family-latent",
+    (out: T, lse: f32, partial_out: f32, partial_lse: f32; p: LatentParams),
+    each { head_size: latent::VALUE_SIZE, rows: 0, keys: 0, threads: latent::MERGE_THREADS,
+           min_blocks: 8, shared: latent::MERGE_SHARED_BYTES, hot: true, min_sm: 90 }, {
+    gqa_latent_merge_f16 => latent::merge::<f16>, T = f16;
+    gqa_latent_merge_bf16 => latent::merge::<bf16>, T = bf16;
+});
