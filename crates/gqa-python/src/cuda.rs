@@ -4,7 +4,7 @@ use crate::error::{invalid, raised};
 use crate::gpu::GpuArray;
 use crate::scores::Scores;
 use gqa_host::driver::{Device, DeviceTensor, DeviceView, LoadedPlan, Stream, Views, Workspace};
-use gqa_host::engine::{External, Heads, Layer, Paged, Rope};
+use gqa_host::engine::{External, Heads, LatentHeads, Layer, Paged, Rope};
 use gqa_host::plan::{DeviceInfo, PlanOptions, Planner, TensorSpec};
 use gqa_host::{DType, Problem, QuantFormat, Quantization, RowStrides, Scales, Strided, Tensor};
 use pyo3::prelude::*;
@@ -281,6 +281,33 @@ impl Call {
         let call = if tree_mask { call.tree_mask() } else { call };
         let call = strides(q).map_or(call, |q| call.query_strides(q));
         let call = strides(kv).map_or(call, |kv| call.key_value_strides(kv));
+        let call = strides(pages).map_or(call, |pages| call.cache_strides(pages));
+        layer.paged(call).map(Self).map_err(raised)
+    }
+
+    /// Multi-head latent attention over a paged latent KV cache that has the new rows, with lengths
+    /// that count them: `values` are the leading elements of its rows.
+    #[staticmethod]
+    #[expect(clippy::too_many_arguments, reason = "each is a number of the call")]
+    fn latent(
+        sizes: Sizes,
+        values: usize,
+        sequences: usize,
+        rows: usize,
+        cache: (usize, usize, usize),
+        q: Strides,
+        pages: Strides,
+    ) -> PyResult<Self> {
+        let dtype = dtype_of("q", &sizes.dtype)?;
+        let heads = LatentHeads { query: sizes.heads, size: sizes.size, values };
+        let layer = Layer::latent(dtype, heads, sizes.scores.scale);
+        let layer = if sizes.scores.behind() == Some(0) { layer } else { layer.bidirectional() };
+        let call = match rows {
+            1 => Paged::decode(sequences, cache.into()),
+            _ => Paged::new(sequences, sequences * rows, cache.into()).most_tokens(rows),
+        };
+        let call = call.total_lengths().appended().log_sum_exp();
+        let call = strides(q).map_or(call, |q| call.query_strides(q));
         let call = strides(pages).map_or(call, |pages| call.cache_strides(pages));
         layer.paged(call).map(Self).map_err(raised)
     }

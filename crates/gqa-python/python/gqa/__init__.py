@@ -11,6 +11,7 @@ from gqa._flash import (
     merge_states,
 )
 from gqa._gqa import DriverError, NoDriverError, __version__
+from gqa._mla import flash_mla_with_kvcache, get_mla_metadata
 from gqa._packed import (
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
@@ -29,5 +30,7 @@ __all__ = [
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
+    "flash_mla_with_kvcache",
+    "get_mla_metadata",
     "merge_states",
 ]

@@ -142,6 +142,47 @@ def with_kvcache(
     return _over_rows(q, cache, new, rope, places, scores, want_lse, tree, out)
 
 
+def latent(
+    q: Tensor, cache: Any, table: Any, lengths: Any, values: int, scores: Scores
+) -> tuple[Tensor, Tensor]:
+    """Attention to a latent KV cache (blocks, rows of a block, 1, size), and log-sum-exps."""
+    if q.dim() != 4 or q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        got = f"{q.dtype} {tuple(q.shape)}"
+        raise invalid("q", got, "(batch, rows, heads, size) of float32, float16 or bfloat16")
+    batch, rows, heads, size = q.shape
+    if not isinstance(cache, torch.Tensor) or cache.device != q.device:
+        got = getattr(cache, "device", type(cache).__name__)
+        raise invalid("k_cache", f"a tensor on {got}", f"{q.device}, as q")
+    is_cache = cache.dim() == 4 and tuple(cache.shape[2:]) == (1, size) and cache.dtype == q.dtype
+    if not is_cache:
+        got = f"{cache.dtype} {tuple(cache.shape)}"
+        raise invalid("k_cache", got, f"{q.dtype} (blocks, rows of a block, 1, {size})")
+    if not 0 < values <= size:
+        raise invalid("head_dim_v", values, f"1 to {size}, the size of a row of k_cache")
+    table = _table(table, q.device, batch)
+    lengths = _integers("cache_seqlens", lengths, q.device, (batch,))
+    out = q.new_empty((batch, rows, heads, values))
+    lse = q.new_empty((heads, batch * rows), dtype=torch.float32)
+    if out.numel() == 0 or cache.numel() == 0:
+        return out.zero_(), lse.fill_(-torch.inf).view(heads, batch, rows).transpose(0, 1)
+    q, cache = _readable(q.reshape(batch * rows, heads, size)), _readable(cache)
+    strides = None if q.is_contiguous() else (0, q.stride(0), q.stride(1))
+    sizes = cache.shape[0], cache.shape[1], table.shape[1]
+    numbers = values, batch, rows, sizes, strides, _strides_of(cache)
+    planned = plan("latent", q, 1, scores, *numbers)
+    tensors: Tensors = {
+        "query": q,
+        "present_key": cache,
+        "output": out,
+        "lse": lse,
+        "seqlens_k": lengths,
+        "block_table": table,
+        "cumulative_sequence_length": rising(q.device, batch + 1, rows),
+    }
+    run(planned, tensors)
+    return out, lse.view(heads, batch, rows).transpose(0, 1)
+
+
 def merge(outputs: list[Any], log_sum_exps: list[Any]) -> tuple[Tensor, Tensor]:
     for name, tensors in (("outputs", outputs), ("log_sum_exps", log_sum_exps)):
         for tensor in tensors:
