@@ -5,8 +5,8 @@
 //!
 //! One thread moves two 16-byte vectors of one new row, in `concat_kv_in_place` of K and of V; K is
 //! rotated on the way. A latent cache has no V. Row `s` of batch entry `b` lands in cache row
-//! `past_b + s`. Rows of padding (`past_b + s` at or behind the entry's length) are not written, nor
-//! is any other cache row.
+//! `past_b + s`. Rows of padding (`past_b + s` at or behind the entry's length) are not written,
+//! nor is any other cache row.
 
 use super::quantize::{Divisors, store_vector};
 use super::rope::{Around, Rope, Unturned, pairs};

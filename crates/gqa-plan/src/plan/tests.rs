@@ -2002,7 +2002,7 @@ fn prologue_reach(name: &str, p: &PrologueParams, element: usize) -> usize {
         "q" => rows(p.q, p.q_heads, p.q_len),
         "q_out" => rows(p.q_out, p.q_heads, p.q_len),
         "k" => rows(p.k, p.kv_heads, p.new_len),
-        "v" => rows(p.v, p.kv_heads, p.new_len),
+        "v" => rows(p.v, p.value_heads, p.new_len),
         "k_out" | "v_out" => rows(p.kv_out, p.kv_heads, p.new_len),
         "present_k" | "present_v" => rows(p.kv_out, p.kv_heads, p.capacity),
         "past_k" | "past_v" => rows(p.past, p.kv_heads, p.past_capacity),
@@ -2073,7 +2073,7 @@ fn paged_reach(name: &str, problem: &Problem, p: &PagedParams, element: usize) -
     match name {
         "q" => tokens(p.q, p.q_heads),
         "k" => tokens(p.k, p.kv_heads),
-        "v" => tokens(p.v, p.kv_heads),
+        "v" => tokens(p.v, p.value_heads),
         "cos" | "sin" => p.rotary.max_positions as usize * (p.rotary.dim / 2) as usize * element,
         "starts" => (p.batch + 1) as usize * 4,
         "past_seqlens" | "lengths" => p.batch as usize * 4,
@@ -2091,7 +2091,7 @@ fn paged_reach(name: &str, problem: &Problem, p: &PagedParams, element: usize) -
         "k_scale" | "v_scale" => scales_reach(problem),
         "present_k" | "present_v" => rows(p.batch * p.capacity, p.kv_heads),
         "present_k_scale" | "present_v_scale" => (p.batch * p.kv_heads * p.capacity) as usize * 4,
-        "out" => rows(p.tokens, p.q_heads),
+        "out" => (p.tokens * p.q_heads * p.v_head_size) as usize * problem.dtype.size(),
         "row_lse" => (p.batch * p.q_heads * p.q_len) as usize * 4,
         "lse" => (p.q_heads * p.tokens) as usize * 4,
         other => panic!("{other}"),
@@ -2370,7 +2370,151 @@ fn set(p: &mut ProblemFields, field: usize, value: usize) {
             let batch = [64, 8192, 8208, 1 << 20][value / 9 % 4];
             p.strided.pages = Some(RowStrides { batch, head, row });
         }
+        33 => {
+            (p.latent, p.kv_heads) = (!p.latent, 1);
+            p.v_head_size = p.head_size.saturating_sub(value % 10 * 8);
+            (p.packed, p.quantized, p.qk_norm) = (false, None, None);
+        }
+        34 => p.rotary = p.rotary.map(|rotary| Rotary { offset: value % 20 * 8, ..rotary }),
         _ => p.float8_products = !p.float8_products,
+    }
+}
+
+/// A latent call: `s` new rows after `past`, of 576 elements or of `size`, whose values are all but
+/// the last 64.
+fn latent_of(size: usize, s: usize, past: usize) -> ProblemFields {
+    ProblemFields {
+        latent: true,
+        q_heads: 128,
+        kv_heads: 1,
+        head_size: size,
+        v_head_size: size - 64,
+        rotary: Some(Rotary { dim: 64, offset: size - 64, ..ROTARY }),
+        ..(*llama(s, past)).clone()
+    }
+}
+
+/// Latent calls over caches of all kinds.
+fn latents() -> impl Iterator<Item = Problem> {
+    let shapes = [(1, 40, 0), (3, 1, 70), (2, 9, 33), (2, 3, 900)];
+    (0..shapes.len() * 24).map(move |kind| {
+        let (batch, s, past) = shapes[kind / 24];
+        let size = [576, 80, 256][kind % 3];
+        let mut p = ProblemFields { batch, q_heads: 16, ..latent_of(size, s, past) };
+        (p.dtype, p.lse) = ([DType::F16, DType::BF16, DType::F32][kind / 2 % 3], kind % 5 == 0);
+        (p.v_dtype, p.out_dtype) = (p.dtype, p.dtype);
+        match kind % 4 {
+            0 => (p.past_capacity, p.capacity) = (past + s + 5, past + s + 5),
+            1 => {
+                (p.cache, p.past_capacity, p.capacity) = (CacheBinding::Separate, past, past + s);
+                p.bias = bias(true, false, past + s);
+            }
+            2 => return paged(&Problem::new(p).unwrap()),
+            _ => {
+                (p.cache, p.rotary) = (CacheBinding::External, None);
+                (p.new_len, p.past_capacity, p.capacity) = (past + s, 0, past + s);
+            }
+        }
+        Problem::new(p).unwrap()
+    })
+}
+
+/// There is no tensor of values that any other could read.
+#[test]
+fn latent_calls_have_kernels_that_read_values_in_keys() {
+    for problem in latents() {
+        assert_eq!(TensorId::PresentValue.spec(&problem), None);
+        for name in ["h200", "b200", "a100", "v100"] {
+            let plan = plan(&problem, &device(name), &PlanOptions::default()).unwrap();
+            for Decision { family, outcome } in &plan.decisions {
+                let takes = matches!(family, Family::General | Family::Unfused);
+                let declines = matches!(outcome, Err(Rejection::Latent));
+                assert!(takes || declines, "{family:?}: {outcome:?}");
+            }
+            plan.launches.iter().for_each(|launch| check(&plan, launch));
+        }
+    }
+    let kernels =
+        |call: ProblemFields| kernels(&Problem::new(call).unwrap(), &PlanOptions::default());
+    let unfused = ["unfused_scores", "unfused_softmax", "unfused_values"];
+    let dense = kernels(latent_of(576, 1, 500));
+    assert_eq!(dense[0], "unpack_qkv_with_rope_and_append_kv");
+    assert_eq!(dense.len(), 1 + unfused.len(), "{dense:?}");
+    let small = kernels(latent_of(256, 1, 500));
+    assert_eq!(small, ["unpack_qkv_with_rope_and_append_kv", "general"]);
+    let paged = paged(&Problem::new(latent_of(576, 1, 500)).unwrap());
+    let paged = kernels((*paged).clone());
+    assert_eq!(
+        (&paged[..2], paged.last()),
+        (&["paged_append", "paged_gather"][..], Some(&"paged_gaps"))
+    );
+}
+
+/// Kernels that rotate rotate from a head's first element on.
+#[test]
+fn elements_that_rotate_may_be_behind_others() {
+    for (s, past) in [(1, 700), (300, 700), (512, 0)] {
+        let from = |offset| {
+            let whole = (*llama(s, past)).clone();
+            let rotary = Some(Rotary { dim: 64, offset, ..ROTARY });
+            Problem::new(ProblemFields { rotary, ..whole }).unwrap()
+        };
+        let plan = plan(&from(64), &device("h200"), &PlanOptions::default()).unwrap();
+        assert_eq!(kernel(&plan.launches[0]), "unpack_qkv_with_rope_and_append_kv");
+        let why = rejection(&from(64), "h200", &PlanOptions::default(), Family::Tiled);
+        assert_eq!(why, "does not take rotary_offset");
+        assert_ne!(attention(&from(0), "h200", &PlanOptions::default()), Family::General);
+    }
+}
+
+#[test]
+fn latent_calls_that_cannot_be_are_refused_by_name() {
+    let refused = |change: fn(&mut ProblemFields)| {
+        let mut call = latent_of(576, 4, 500);
+        change(&mut call);
+        Problem::new(call).unwrap_err().to_string()
+    };
+    const INT8: Quantization =
+        Quantization { format: QuantFormat::Int8, scales: Scales::PerTensor };
+    for (got, want) in [
+        (refused(|p| p.kv_heads = 2), "heads.kv: got 2; allowed: 1, in a latent call"),
+        (
+            refused(|p| p.v_head_size = 584),
+            "heads.values: got 584; allowed: a multiple of 8 from 8 to heads.size = 576",
+        ),
+        (refused(|p| p.v_head_size = 0), "heads.values: got 0; "),
+        (refused(|p| p.v_head_size = 508), "heads.values: got 508; "),
+        (
+            refused(|p| p.head_size = 580),
+            "heads.size: got 580; allowed: a multiple of 8, in a latent call",
+        ),
+        (
+            refused(|p| p.v_dtype = DType::F32),
+            "dtype: got keys of float16, values of float32; allowed: float32, float16 or bfloat16",
+        ),
+        (
+            refused(|p| (p.dtype, p.v_dtype, p.out_dtype) = (DType::F64, DType::F64, DType::F64)),
+            "dtype: got keys of float64, values of float64; ",
+        ),
+        (refused(|p| p.packed = true), "packed: got true; allowed: false, in a latent call"),
+        (refused(|p| p.slides = true), "slides: got true; "),
+        (refused(|p| p.qk_norm = Some(QK_NORM)), "qk_norm: got one; allowed: none"),
+        (refused(|p| p.quantized = Some(INT8)), "quantized: got one; allowed: none"),
+        (refused(|p| p.computes = CallKind::Rotation), "heads.query: "),
+        (
+            refused(|p| p.strided.value = Some(RowStrides { batch: 0, head: 0, row: 0 })),
+            "value: got strides; allowed: none",
+        ),
+        (
+            refused(|p| p.rotary = Some(Rotary { dim: 64, offset: 520, ..ROTARY })),
+            "rope.offset: got 520; allowed: a multiple of 8 up to heads.size - rope.dim = 512",
+        ),
+        (
+            refused(|p| p.rotary = Some(Rotary { dim: 64, offset: 4, ..ROTARY })),
+            "rope.offset: got 4; ",
+        ),
+    ] {
+        assert!(got.starts_with(want), "{got}");
     }
 }
 
@@ -2427,8 +2571,9 @@ fn rolling_caches_have_no_scales_of_rows() {
 #[test]
 fn whatever_passes_its_check_stays_inside_its_tensors() {
     use proptest::prelude::*;
-    let (calls, device) = (problems().collect::<Vec<_>>(), ["h200", "a100", "v100"].map(device));
-    let changes = proptest::collection::vec((0..34usize, 0..100_000usize), 1..5);
+    let (calls, device) =
+        (problems().chain(latents()).collect::<Vec<_>>(), ["h200", "a100", "v100"].map(device));
+    let changes = proptest::collection::vec((0..36usize, 0..100_000usize), 1..5);
     let config = ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(20_000) };
     let (planned, passed) = (std::cell::Cell::new(0), std::cell::Cell::new(0));
     let mut runner = proptest::test_runner::TestRunner::new(config);
