@@ -8,6 +8,7 @@ use crate::paged::put_gaps;
 use crate::parity::{Judge, Parity};
 use gqa_host::backend::{Backend, Io};
 use gqa_host::engine::{Dense, External, LatentHeads, Layer, Paged, Rope};
+use gqa_host::op::{PagedAttention, PagedCache, PagedInputs};
 use gqa_host::plan::{DeviceInfo, PlanOptions, TensorId, Tensors, plan};
 use gqa_host::reference::Reference;
 use gqa_host::{DType, Problem, Result, RowStrides, Sink, Tensor};
@@ -157,6 +158,23 @@ pub fn latent_in_place(
         .boxed()
 }
 
+/// Of these calls those that PagedAttention can describe, over paged caches.
+pub fn latent_operators(sizes: &[[usize; 2]], most: usize) -> BoxedStrategy<LatentOperator> {
+    let cases = (latent(sizes, most), prop::sample::select(vec![1usize, 7, 16, 64]));
+    let described = |(case, block_size): (LatentCase, usize)| {
+        LatentOperator(LatentCase {
+            rows: LatentRows::Paged(block_size, [0; 2]),
+            first_prompt: false,
+            no_new_rows: false,
+            tree_mask: false,
+            bias: false,
+            counts_new: false,
+            ..case
+        })
+    };
+    cases.prop_map(described).boxed()
+}
+
 impl LatentCase {
     fn block_size(&self) -> Option<usize> {
         match self.rows {
@@ -205,9 +223,12 @@ impl LatentCase {
         [columns, columns * self.sequences.len() + 2]
     }
 
+    fn scale(&self) -> f32 {
+        1.3 / (self.heads.size as f32).sqrt()
+    }
+
     fn layer(&self) -> Layer {
-        let scale = 1.3 / (self.heads.size as f32).sqrt();
-        let mut layer = Layer::latent(self.dtype, self.heads, scale);
+        let mut layer = Layer::latent(self.dtype, self.heads, self.scale());
         if let Some(softcap) = self.softcap {
             layer = layer.softcap(softcap);
         }
@@ -388,11 +409,7 @@ impl Given {
     }
 
     /// Output, log-sum-exps on request, and the cache after the call on `backend`.
-    fn run(
-        &self,
-        problem: &Problem,
-        backend: &dyn Backend,
-    ) -> Result<(Tensor, Option<Tensor>, Tensor)> {
+    fn run(&self, problem: &Problem, backend: &dyn Backend) -> Result<Got> {
         let mut output = poisoned(problem.dtype, &problem.output_shape());
         let mut lse = problem.lse.then(|| poisoned(DType::F32, &problem.lse_shape()));
         let (mut cache, mut nothing) = (self.cache.clone(), Tensor::zeros(problem.dtype, &[0]));
@@ -443,8 +460,21 @@ impl Parity for LatentCase {
     fn judge(&self) -> std::result::Result<Judge<'_>, String> {
         let problem = self.problem().map_err(|e| e.to_string())?;
         let given = Given::new(self, &problem);
+        self.judge_by(move |backend| given.run(&problem, backend))
+    }
+}
+
+/// Output, log-sum-exps on request, and the cache.
+type Got = (Tensor, Option<Tensor>, Tensor);
+
+impl LatentCase {
+    /// Compares what back ends compute with what the reference does.
+    fn judge_by<'a>(
+        &'a self,
+        run: impl Fn(&dyn Backend) -> Result<Got> + 'a,
+    ) -> std::result::Result<Judge<'a>, String> {
         let run = move |backend: &dyn Backend| {
-            given.run(&problem, backend).map_err(|e| format!("{}: {e}", backend.name()))
+            run(backend).map_err(|e| format!("{}: {e}", backend.name()))
         };
         let (want, want_lse, want_cache) = run(&Reference)?;
         let tolerance = match self.dtype {
@@ -463,5 +493,93 @@ impl Parity for LatentCase {
             }
             Ok(errors)
         }))
+    }
+}
+
+/// A call of PagedAttention in the latent layout.
+#[derive(Clone, Debug)]
+pub struct LatentOperator(LatentCase);
+
+impl LatentOperator {
+    fn op(&self) -> PagedAttention {
+        let case = &self.0;
+        let LatentHeads { query, values, .. } = case.heads;
+        PagedAttention::new(query as i64, 1)
+            .kv_cache_layout("LATENT")
+            .v_head_size(values as i64)
+            .scale(case.scale())
+            .softcap(case.softcap.unwrap_or_default())
+            .local_window_size(case.window.map_or(-1, |window| window as i64))
+            .do_rotary(case.rotates.is_some())
+            .rotary_offset(case.rotates.map_or(0, |[_, offset]| offset as i64))
+            .rotary_interleaved(case.interleaved)
+            .log_sum_exp(case.lse)
+    }
+
+    fn given(&self) -> Result<Given> {
+        Ok(Given::new(&self.0, &self.0.problem()?))
+    }
+
+    /// The operator, and its tensors by name.
+    pub(crate) fn named(&self) -> (PagedAttention, Vec<(&'static str, Option<Tensor>)>) {
+        let given = self.given().expect("a legal call");
+        let [cos, sin] = given.rotary.map_or([None, None], |angles| angles.map(Some));
+        let inputs = vec![
+            ("query", Some(given.query)),
+            ("key", given.key),
+            ("value", None),
+            ("cumulative_sequence_length", Some(given.starts)),
+            ("past_seqlens", Some(given.lengths)),
+            ("block_table", Some(given.table)),
+            ("cos_cache", cos),
+            ("sin_cache", sin),
+            ("slot_mapping", given.slots),
+            ("head_sink", given.head_sink),
+            ("q_norm_weight", None),
+            ("k_norm_weight", None),
+            ("k_scale", None),
+            ("v_scale", None),
+            ("attention_metadata", None),
+            ("key_cache", Some(given.cache)),
+            ("value_cache", None),
+        ];
+        (self.op(), inputs)
+    }
+}
+
+impl Given {
+    fn inputs(&self) -> PagedInputs<'_> {
+        PagedInputs {
+            key: self.key.as_ref(),
+            cos_cache: self.rotary.as_ref().map(|[cos, _]| cos),
+            sin_cache: self.rotary.as_ref().map(|[_, sin]| sin),
+            slot_mapping: self.slots.as_ref(),
+            head_sink: self.head_sink.as_ref(),
+            ..PagedInputs::new(&self.query, &self.starts, &self.lengths, &self.table)
+        }
+    }
+
+    fn paged_cache(&self) -> PagedCache {
+        PagedCache { key: self.cache.clone(), value: None, scales: None }
+    }
+}
+
+impl Parity for LatentOperator {
+    fn dtype(&self) -> DType {
+        self.0.dtype
+    }
+
+    fn problem(&self) -> Result<Problem> {
+        let given = self.given()?;
+        self.op().problem(&given.inputs(), &given.paged_cache())
+    }
+
+    fn judge(&self) -> std::result::Result<Judge<'_>, String> {
+        let given = self.given().map_err(|e| e.to_string())?;
+        self.0.judge_by(move |backend| {
+            let mut cache = given.paged_cache();
+            let outputs = self.op().run(&given.inputs(), &mut cache, backend)?;
+            Ok((outputs.output, outputs.lse, cache.key))
+        })
     }
 }

@@ -24,7 +24,9 @@ pub use case::{
 pub use compare::{Errors, Tolerance, compare};
 pub use entries::{every_entry, float8_kernels, is_of_attention};
 pub use hostile::hostile;
-pub use latent::{LatentCase, LatentRows, latent, latent_in_place};
+pub use latent::{
+    LatentCase, LatentOperator, LatentRows, latent, latent_in_place, latent_operators,
+};
 pub use paged::{
     DECODE_KERNELS, PREFILL_KERNELS, PagedCase, copied, in_place, paged, paged_concurrent,
     paged_crowd_steps, paged_crowds, paged_in_parts, paged_long, paged_mixed, paged_prompts,
@@ -32,4 +34,4 @@ pub use paged::{
 };
 pub use paged_read::{PagedReadCase, Unchecked, cut_off, paged_reads, reads_with_gaps};
 pub use parity::{Judge, Parity, any_dtype, half_dtype, identical, parity, sequences};
-pub use tree::{TreeCase, tree_steps, trees};
+pub use tree::{TreeCase, tree_steps, trees, turned_behind};

@@ -298,7 +298,7 @@ impl PagedCase {
             ("v_scale", v_scale),
             ("attention_metadata", None),
             ("key_cache", Some(given.cache.key)),
-            ("value_cache", Some(given.cache.value)),
+            ("value_cache", given.cache.value),
         ]
     }
 
@@ -446,7 +446,7 @@ impl Tensors {
         let (keys, values) = (cache(case.spread), cache(1.0));
         let shape = [count, paged.block_size, kv];
         let scales = case.quantized.and_then(|how| data.row_scales(case, how, &shape, &held));
-        let cache = PagedCache { key: keys, value: values, scales };
+        let cache = PagedCache { key: keys, value: Some(values), scales };
         let integers = |shape: &[usize], values: Vec<i32>| {
             Tensor::from(ArrayD::from_shape_vec(IxDyn(shape), values).expect("as many"))
         };
@@ -530,7 +530,7 @@ impl PagedCase {
             // for the resulting cache, with no new rows.
             let [got_keys, want_keys] = [&got_cache.key, &want_cache.key];
             codes_rounded_before("key_cache", got_keys, want_keys, of_keys, dtype)?;
-            equal_codes("value_cache", &got_cache.value, &want_cache.value)?;
+            equal_codes("value_cache", values(&got_cache), values(want_cache))?;
             let nowhere = Tensor::from(ArrayD::from_elem(IxDyn(&[self.tokens()]), -1));
             let inputs = PagedInputs { slot_mapping: Some(&nowhere), ..given.inputs() };
             let want = self.op().run(&inputs, &mut got_cache, &Reference);
@@ -541,7 +541,11 @@ impl PagedCase {
         let turned = self.case.rotary.is_some() || self.case.qk_norm;
         let keys = if turned { tolerance } else { exact };
         tensors("key_cache", &got_cache.key, &want_cache.key, keys)?;
-        tensors("value_cache", &got_cache.value, &want_cache.value, exact)?;
+        tensors("value_cache", values(&got_cache), values(want_cache), exact)?;
         Ok(errors)
     }
+}
+
+fn values(cache: &PagedCache) -> &Tensor {
+    cache.value.as_ref().expect("keys and values apart")
 }

@@ -35,6 +35,8 @@ pub struct TreeCase {
     pub is_tree: bool,
     /// Queries and keys rotate.
     pub rotates: bool,
+    /// From this element on.
+    pub offset: usize,
     /// Scores are capped.
     pub softcap: Option<f32>,
     /// head_sink given.
@@ -93,6 +95,7 @@ pub fn trees(
                 no_new_rows: no_new_rows && seed % 3 == 0 && !first_prompt,
                 is_tree,
                 rotates: rotates && size % 16 == 0,
+                offset: 0,
                 softcap,
                 head_sink,
                 lse,
@@ -100,6 +103,16 @@ pub fn trees(
             }
         })
         .boxed()
+}
+
+/// These calls, in which queries and keys rotate, most of them not from their first element on.
+pub fn turned_behind(cases: BoxedStrategy<TreeCase>) -> BoxedStrategy<TreeCase> {
+    let turned = |case: TreeCase| {
+        let [.., size] = case.heads;
+        let places = size.saturating_sub(16) / 8 + 1;
+        TreeCase { rotates: true, offset: case.seed as usize % places * 8, ..case }
+    };
+    cases.prop_filter("heads that can", |case| case.heads[2] % 16 == 0).prop_map(turned).boxed()
 }
 
 impl TreeCase {
@@ -158,7 +171,7 @@ impl TreeCase {
         };
         let layer = if self.head_sink { layer.sink(Sink::PerHead) } else { layer };
         match self.rotates {
-            true => layer.rope(Rope::new(16, self.longest() + 64)),
+            true => layer.rope(Rope::new(16, self.longest() + 64).offset(self.offset)),
             false => layer,
         }
     }

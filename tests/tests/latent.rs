@@ -3,7 +3,9 @@
 use gqa_host::backend::cpu::Cpu;
 use gqa_host::backend::sim::Sim;
 use gqa_host::plan::{DeviceInfo, PlanOptions};
-use gqa_tests::{latent, latent_in_place, parity};
+use gqa_tests::{
+    any_dtype, heads_up_to, latent, latent_in_place, latent_operators, parity, trees, turned_behind,
+};
 
 /// Keys and values of a row: DeepSeek's, and smaller ones, which are faster.
 const SIZES: [[usize; 2]; 8] =
@@ -19,6 +21,20 @@ fn on_the_cpu() {
 fn on_the_simulated_gpu() {
     parity("sim, latent", 300, latent(SMALL, 60), &Sim::default());
     parity("sim, latent of DeepSeek's size", 20, latent(&SIZES[..1], 20), &Sim::default());
+}
+
+#[test]
+fn as_the_operator() {
+    parity("cpu, LATENT", 400, latent_operators(&SIZES, 100), &Cpu::default());
+    parity("sim, LATENT", 80, latent_operators(SMALL, 40), &Sim::default());
+}
+
+/// Of other calls, too, elements in the midst of heads may rotate.
+#[test]
+fn rotary_embeddings_with_an_offset() {
+    let calls = |rows| turned_behind(trees(any_dtype(), heads_up_to(128), rows));
+    parity("cpu, rotary_offset", 400, calls(50), &Cpu::default());
+    parity("sim, rotary_offset", 80, calls(30), &Sim::default());
 }
 
 /// A launch for each duty ahead of attention, and the kernels of the slowest family.

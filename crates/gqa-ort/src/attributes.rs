@@ -191,7 +191,11 @@ impl Node {
 
     /// The operator of a PagedAttention node.
     pub fn paged_attention(self) -> Result<PagedAttention, Failure> {
-        self.check_layout()?;
+        let layout = self.text(c"kv_cache_layout")?;
+        if layout == "LATENT" && self.has_output(2)? {
+            let allowed = "none, as kv_cache_layout is LATENT";
+            return Err(Error::invalid("value_cache_out", "an output", allowed).into());
+        }
         let heads = [self.int(c"num_heads")?, self.int(c"kv_num_heads")?];
         Ok(PagedAttention::new(heads[0], heads[1])
             .is_causal(self.int(c"is_causal")?)
@@ -204,24 +208,10 @@ impl Node {
             .v_quant_type(self.quant_type(c"v_quant_type")?)
             .k_cache_dtype(&self.text(c"k_cache_dtype")?)
             .v_cache_dtype(&self.text(c"v_cache_dtype")?)
+            .kv_cache_layout(&layout)
+            .v_head_size(self.int(c"v_head_size")?)
+            .rotary_offset(self.int(c"rotary_offset")?)
             .qk_norm_epsilon(self.float(c"qk_norm_epsilon")?))
-    }
-
-    /// Errs where keys and values are not tensors of their own.
-    fn check_layout(self) -> Result<(), Error> {
-        let layout = self.text(c"kv_cache_layout")?;
-        if layout != "SEPARATE" {
-            let got = format!("{layout:?}");
-            return Err(Error::invalid("kv_cache_layout", got, "\"SEPARATE\""));
-        }
-        for name in [c"rotary_offset", c"v_head_size"] {
-            let number = self.int(name)?;
-            if number != 0 {
-                let allowed = "0, as kv_cache_layout is SEPARATE";
-                return Err(Error::invalid(utf8(name), number, allowed));
-            }
-        }
-        Ok(())
     }
 }
 

@@ -76,7 +76,10 @@ pub unsafe fn call(
     let made = Made {
         output: room(TensorId::Output)?,
         present_key: Some(in_place(given, "key_cache", room(PresentKey)?)?),
-        present_value: Some(in_place(given, "value_cache", room(PresentValue)?)?),
+        present_value: match PresentValue.spec(&problem) {
+            Some(_) => Some(in_place(given, "value_cache", room(PresentValue)?)?),
+            None => None,
+        },
         output_qk: None,
     };
     check_apart(given, &made)?;
@@ -128,7 +131,7 @@ fn shapes(given: &Given, bounds: Bounds) -> Result<PagedShapes<'_>, Error> {
         key: given.desc("key"),
         value: given.desc("value"),
         key_cache: given.required_desc("key_cache")?,
-        value_cache: given.required_desc("value_cache")?,
+        value_cache: given.desc("value_cache"),
         cumulative_sequence_length: given.required_desc("cumulative_sequence_length")?,
         past_seqlens: given.required_desc("past_seqlens")?,
         block_table: given.required_desc("block_table")?,

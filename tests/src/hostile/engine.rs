@@ -3,7 +3,7 @@
 use super::draw::{Draw, TYPES};
 use super::machine::Machine;
 use super::{Report, Scenario, operators};
-use gqa_host::engine::{Dense, Heads, Layer, Paged, Rope};
+use gqa_host::engine::{Dense, Heads, LatentHeads, Layer, Paged, Rope};
 use gqa_host::plan::TensorId;
 use gqa_host::{DType, Layout, QuantFormat, Quantization, RowStrides, Scales, Sink};
 
@@ -26,7 +26,15 @@ impl Planned {
         let kv = 1 + draw.below(4);
         let [query, kv, size] = [kv * (1 + kv % 3), kv, 64].map(|n| number(draw, n));
         let dtype = if draw.one_in(8) { draw.of(&TYPES) } else { DType::BF16 };
-        let layer = layer(Layer::new(dtype, Heads { query, kv, size }), draw);
+        let plain = match draw.one_in(4) {
+            false => Layer::new(dtype, Heads { query, kv, size }),
+            true => {
+                let values = number(draw, 48);
+                let values = draw.of(&[32, 64, values]);
+                Layer::latent(dtype, LatentHeads { query, size, values }, draw.float())
+            }
+        };
+        let layer = layer(plain, draw);
         let counts = [3, 5, 40].map(|n| number(draw, n));
         let call = match draw.flag() {
             true => Call::Dense(dense(counts, draw)),
@@ -54,7 +62,7 @@ fn layer(mut layer: Layer, draw: &mut Draw) -> Layer {
             2 => layer.window(draw.size(8)),
             3 => layer.bidirectional(),
             4 => layer.sink(draw.of(&[Sink::None, Sink::Zero, Sink::PerHead])),
-            5 => layer.rope(Rope::new(dim, positions)),
+            5 => layer.rope(Rope::new(dim, positions).offset(draw.of(&[0, 0, 8, 48, dim]))),
             6 => layer.qk_norm(draw.float()),
             _ => layer.quantized(Quantization { format, scales }),
         };
@@ -111,7 +119,7 @@ fn paged([sequences, tokens, _]: [usize; 3], draw: &mut Draw) -> Paged {
 }
 
 /// Numbers of a layer and of its calls.
-const NUMBERS: [&str; 20] = [
+const NUMBERS: [&str; 23] = [
     "dtype",
     "scale",
     "softcap",
@@ -126,8 +134,11 @@ const NUMBERS: [&str; 20] = [
     "heads.query",
     "heads.kv",
     "heads.size",
+    "heads.values",
+    "latent",
     "window",
     "rope.dim",
+    "rope.offset",
     "rope.positions",
     "capacity",
     "longest",

@@ -5,7 +5,8 @@ use super::machine::Machine;
 use super::named::{Desc, Named, Spoil, with_other_values};
 use super::{Report, Scenario};
 use crate::{
-    Case, any_dtype, attention_case, case, padded, paged, quantized, quantized_output, sliding,
+    Case, any_dtype, attention_case, case, latent_operators, padded, paged, quantized,
+    quantized_output, sliding,
 };
 use gqa_host::backend::{Backend, Machine as _};
 use gqa_host::op::{
@@ -56,12 +57,14 @@ impl Op {
 }
 
 pub const GQA: &str = "num_heads kv_num_heads scale softcap local_window_size causal qk_output \
-                       qk_norm_epsilon k_quant_type v_quant_type kv_cache_bit_width output_qk lse";
+                       qk_norm_epsilon k_quant_type v_quant_type kv_cache_bit_width float4_cache \
+                       output_qk lse";
 const ATTENTION: &str = "Y is_causal q_num_heads kv_num_heads softcap scale softmax_precision \
                          qk_matmul_output_mode qk_matmul_output left_window_size output_qk \
                          right_window_size seqlens_k";
 pub const PAGED: &str = "num_heads kv_num_heads scale softcap local_window_size is_causal sink \
-                         qk_norm_epsilon k_quant_type v_quant_type k_cache_dtype v_cache_dtype";
+                         qk_norm_epsilon k_quant_type v_quant_type k_cache_dtype v_cache_dtype \
+                         kv_cache_layout v_head_size rotary_offset";
 
 /// A legal call.
 fn legal(draw: &mut Draw) -> (Op, Named<Tensor>) {
@@ -78,7 +81,12 @@ fn legal(draw: &mut Draw) -> (Op, Named<Tensor>) {
             }
             (Op::Attention(case.op()), case.named())
         }
-        7..10 => {
+        7 => {
+            let sizes = [[32, 16], [24, 8], [16, 16]];
+            let (op, inputs) = draw.any(latent_operators(&sizes, 5)).named();
+            (Op::Paged(op), inputs)
+        }
+        8..10 => {
             let case = small(draw);
             let case = draw.any(paged(Just(case).boxed(), 5));
             (Op::Paged(case.op()), case.named())
@@ -207,7 +215,7 @@ impl Op {
                 8 => op.left_window_size(i).present(flag),
                 _ => op.right_window_size(i),
             }),
-            Self::Paged(op) => Self::Paged(match draw.below(11) {
+            Self::Paged(op) => Self::Paged(match draw.below(14) {
                 0 => PagedAttention::new(draw.of(&[1, 2, i]), draw.of(&[1, 2, j])),
                 1 => op.scale(x),
                 2 => op.softcap(x),
@@ -218,6 +226,9 @@ impl Op {
                 7 => op.qk_norm_epsilon(x),
                 8 => op.k_quant_type(how),
                 9 => op.k_quant_type(how).v_quant_type(how),
+                10 => op.kv_cache_layout(draw.of(&["SEPARATE", "LATENT", name])),
+                11 => op.v_head_size(draw.of(&[0, 8, 16, i])),
+                12 => op.rotary_offset(draw.of(&[0, 8, 16, i])),
                 _ => op.k_cache_dtype(name).v_cache_dtype(name),
             }),
             Self::Rotary(op) => Self::Rotary(match draw.below(3) {
@@ -332,7 +343,8 @@ impl Applied {
     }
 
     fn pages(&self) -> PagedCache {
-        let [key, value] = ["key_cache", "value_cache"].map(|name| self.inputs.need(name).clone());
+        let key = self.inputs.need("key_cache").clone();
+        let value = self.inputs.get("value_cache").cloned();
         PagedCache { key, value, scales: self.row_scales() }
     }
 
@@ -431,9 +443,8 @@ impl Described {
                 may attn_mask past_key past_value nonpad_kv_seqlen,
             )),
             Op::Paged(op) => op.problem_from_shapes(&filled!(PagedShapes of self.inputs,
-                need query key_cache value_cache cumulative_sequence_length past_seqlens
-                     block_table,
-                may key value cos_cache sin_cache slot_mapping head_sink q_norm_weight
+                need query key_cache cumulative_sequence_length past_seqlens block_table,
+                may value_cache key value cos_cache sin_cache slot_mapping head_sink q_norm_weight
                     k_norm_weight k_scale v_scale,
                 bounds: self.bounds
             )),

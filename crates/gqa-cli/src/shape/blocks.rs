@@ -74,7 +74,7 @@ impl Shape {
             key: separate,
             value: separate,
             key_cache: codes_of(&cache),
-            value_cache: codes_of(&cache),
+            value_cache: Some(codes_of(&cache)),
             cumulative_sequence_length: integers(&starts),
             past_seqlens: integers(&past),
             block_table: integers(&blocks),

@@ -33,13 +33,21 @@ pub struct PagedAttention {
     v_quant_type: QuantType,
     k_cache_dtype: String,
     v_cache_dtype: String,
+    kv_cache_layout: String,
+    v_head_size: i64,
+    rotary_offset: i64,
     lse: bool,
 }
+
+/// The layout of a cache with tensors of keys and of values.
+const SEPARATE: &str = "SEPARATE";
+/// That of a cache with one tensor, for multi-head latent attention.
+const LATENT: &str = "LATENT";
 
 /// What the operator returns.
 #[derive(Clone, Debug)]
 pub struct PagedOutputs {
-    /// (num_tokens, N·H)
+    /// (num_tokens, N·H), or N · v_head_size in the latent layout.
     pub output: Tensor,
     /// float32 (N, num_tokens) where asked for.
     pub lse: Option<Tensor>,
@@ -62,6 +70,9 @@ impl PagedAttention {
             v_quant_type: QuantType::None,
             k_cache_dtype: String::new(),
             v_cache_dtype: String::new(),
+            kv_cache_layout: SEPARATE.to_owned(),
+            v_head_size: 0,
+            rotary_offset: 0,
             lse: false,
         }
     }
@@ -124,6 +135,27 @@ impl PagedAttention {
         Self { v_cache_dtype: name.to_owned(), ..self }
     }
 
+    /// `"SEPARATE"`, or `"LATENT"`: multi-head latent attention, where key_cache is the only cache,
+    /// the leading v_head_size elements of its rows are the values, and there is one KV head.
+    pub fn kv_cache_layout(self, name: &str) -> Self {
+        Self { kv_cache_layout: name.to_owned(), ..self }
+    }
+
+    /// The head size of values and output in the latent layout, a multiple of 8; 0: head_size. Where
+    /// it is another, scale must be given.
+    pub fn v_head_size(self, size: i64) -> Self {
+        Self { v_head_size: size, ..self }
+    }
+
+    /// The first element of each head that rotates, a multiple of 8.
+    pub fn rotary_offset(self, offset: i64) -> Self {
+        Self { rotary_offset: offset, ..self }
+    }
+
+    pub(super) fn is_latent(&self) -> bool {
+        self.kv_cache_layout == LATENT
+    }
+
     /// Also return the logarithm of each softmax denominator (beyond ONNX).
     pub fn log_sum_exp(self, on: bool) -> Self {
         Self { lse: on, ..self }
@@ -146,6 +178,7 @@ impl PagedAttention {
         let mut output = Tensor::try_zeros("output", problem.dtype, &problem.output_shape())?;
         let lse = || Tensor::try_zeros("lse", DType::F32, &problem.lse_shape());
         let mut lse = problem.lse.then(lse).transpose()?;
+        let mut nothing = Tensor::zeros(problem.dtype, &[0]);
         run(
             backend,
             &problem,
@@ -153,7 +186,7 @@ impl PagedAttention {
                 inputs: inputs.tensors(),
                 output: &mut output,
                 present_key: &mut cache.key,
-                present_value: &mut cache.value,
+                present_value: cache.value.as_mut().unwrap_or(&mut nothing),
                 row_scales: cache.scales.as_mut().map(|scales| scales.each_mut()),
                 output_qk: None,
                 lse: lse.as_mut(),

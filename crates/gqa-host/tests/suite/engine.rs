@@ -2,8 +2,8 @@
 
 use crate::step;
 use gqa_host::backend::{Backend, cpu::Cpu};
-use gqa_host::engine::{Dense, External, Heads, Layer, Paged, Rope};
-use gqa_host::op::{GroupQueryAttention, Shapes};
+use gqa_host::engine::{Dense, External, Heads, LatentHeads, Layer, Paged, Rope};
+use gqa_host::op::{Bounds, GroupQueryAttention, PagedAttention, PagedShapes, Shapes};
 use gqa_host::plan::{DeviceInfo, PlanOptions, Planner, TensorId};
 use gqa_host::reference::Reference;
 use gqa_host::{
@@ -246,6 +246,75 @@ fn senseless_numbers_are_refused_by_name() {
     assert_eq!(window, "window: got 0; allowed: 1 or more keys, the query's own included");
     let error = layer().sink(Sink::Zero).paged(Paged::decode(1, [8, 16, 8])).unwrap_err();
     assert!(error.to_string().starts_with("sink: got Sink::Zero"), "{error}");
+}
+
+#[test]
+fn a_latent_layer_is_the_operators_layout() {
+    let heads = LatentHeads { query: 128, size: 576, values: 512 };
+    let layer = |heads| Layer::latent(DType::BF16, heads, 0.07);
+    let turned = layer(heads).rope(Rope::new(64, 4096).offset(512).interleaved());
+    let bf16 = |shape| TensorDesc { dtype: DType::BF16, shape };
+    let i32 = |shape| TensorDesc { dtype: DType::I32, shape };
+    let angles = Some(bf16(&[4096, 32]));
+    let shapes = PagedShapes {
+        query: bf16(&[20, 128 * 576]),
+        key: Some(bf16(&[20, 576])),
+        value: None,
+        key_cache: bf16(&[100, 64, 1, 576]),
+        value_cache: None,
+        cumulative_sequence_length: i32(&[4]),
+        past_seqlens: i32(&[3]),
+        block_table: i32(&[3, 30]),
+        cos_cache: angles,
+        sin_cache: angles,
+        slot_mapping: None,
+        head_sink: None,
+        q_norm_weight: None,
+        k_norm_weight: None,
+        k_scale: None,
+        v_scale: None,
+        bounds: Bounds { query_rows: 8, keys: 300 },
+    };
+    let operator = PagedAttention::new(128, 1)
+        .kv_cache_layout("LATENT")
+        .v_head_size(512)
+        .scale(0.07)
+        .do_rotary(true)
+        .rotary_offset(512)
+        .rotary_interleaved(true);
+    let call = Paged::new(3, 20, [100, 64, 30]).most_tokens(8).longest(300);
+    let want = operator.problem_from_shapes(&shapes).unwrap();
+    assert_eq!(turned.paged(call).unwrap(), want);
+    // Strides of the new rows are those of key alone.
+    let strides = RowStrides { batch: 0, head: 0, row: 1024 };
+    let strided = turned.paged(call.key_value_strides(strides)).unwrap().strided;
+    assert_eq!((strided.key, strided.value), (Some(strides), None));
+    for (layer, names) in [
+        (layer(LatentHeads { values: 584, ..heads }), "heads.values: got 584; allowed: "),
+        (layer(LatentHeads { values: 0, ..heads }), "heads.values: got 0; allowed: "),
+        (layer(LatentHeads { size: 580, ..heads }), "heads.size: got 580; allowed: "),
+        (layer(LatentHeads { query: 0, ..heads }), "heads.query: got 0; allowed: "),
+        (layer(heads).qk_norm(1e-6), "qk_norm: got one; allowed: none, in a latent call"),
+        (turned.clone().rope(Rope::new(64, 4096).offset(513)), "rope.offset: got 513; "),
+    ] {
+        let calls = [layer.paged(call), layer.dense(Dense::decode(1, 512))];
+        for error in calls.map(|problem| problem.unwrap_err().to_string()) {
+            assert!(error.starts_with(names), "{error}");
+        }
+    }
+    let how = Quantization { format: QuantFormat::Int8, scales: Scales::PerTensor };
+    for problem in [
+        layer(heads).quantized(how).paged(call),
+        layer(heads).paged(call.packed()),
+        layer(heads).dense(Dense::chunk(1, 4, 64).packed()),
+        layer(heads)
+            .external(External::new(1, 4, 64))
+            .map(|_| layer(heads))
+            .and_then(|layer| layer.rope(Rope::new(64, 64)).external(External::new(1, 4, 64))),
+    ] {
+        let error = problem.unwrap_err().to_string();
+        assert!(error.contains("; allowed: "), "{error}");
+    }
 }
 
 #[test]

@@ -210,7 +210,7 @@ fn lengths_that_lead_outside_of_the_blocks_are_refused() {
     let (query, past, starts) = (float(&[3, 8]), ints(&[1]), ints(&[0, 3]));
     let table = |blocks: [i32; 3]| Tensor::from(Array2::from(vec![blocks]));
     let mut cache =
-        PagedCache { key: float(&[2, 2, 1, 8]), value: float(&[2, 2, 1, 8]), scales: None };
+        PagedCache { key: float(&[2, 2, 1, 8]), value: Some(float(&[2, 2, 1, 8])), scales: None };
     let right = table([1, 0, 1]);
     let inputs = PagedInputs {
         key: Some(&query),
@@ -232,7 +232,7 @@ fn lengths_that_lead_outside_of_the_blocks_are_refused() {
                     .with(TensorId::BlockTable, table),
                 output: &mut output,
                 present_key: &mut cache.key,
-                present_value: &mut cache.value,
+                present_value: cache.value.as_mut().unwrap(),
                 row_scales: None,
                 output_qk: None,
                 lse: None,

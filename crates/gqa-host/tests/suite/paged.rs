@@ -55,7 +55,7 @@ impl Call {
             scales: [None, None],
             cache: PagedCache {
                 key: float(&[5, 4, 2, 16]),
-                value: float(&[5, 4, 2, 16]),
+                value: Some(float(&[5, 4, 2, 16])),
                 scales: None,
             },
         }
@@ -74,7 +74,7 @@ impl Call {
         Self {
             op,
             scales: [scale(), scale()],
-            cache: PagedCache { key: cache(), value: cache(), scales: None },
+            cache: PagedCache { key: cache(), value: Some(cache()), scales: None },
             ..Self::new()
         }
     }
@@ -301,7 +301,7 @@ fn blocks() {
     let idle = Call { starts: ints(&[0, 4, 4]), past: ints(&[2, 6]), ..Call::new() };
     accepts(Call { table: table(2, &[4, 0, -9, -1, 99, -1]), ..idle });
     let cache = |key: &[usize], value: &[usize]| {
-        let cache = PagedCache { key: float(key), value: float(value), scales: None };
+        let cache = PagedCache { key: float(key), value: Some(float(value)), scales: None };
         Call { cache, ..Call::new() }
     };
     refuses(
@@ -403,7 +403,7 @@ fn codes() {
             key: new(),
             value: new(),
             scales: [scale(), scale()],
-            cache: PagedCache { key: cache(), value: cache(), scales: None },
+            cache: PagedCache { key: cache(), value: Some(cache()), scales: None },
             ..call()
         }
     };
@@ -475,7 +475,7 @@ fn shapes_alone() {
         key: None,
         value: None,
         key_cache: cache,
-        value_cache: cache,
+        value_cache: Some(cache),
         cumulative_sequence_length: desc(DType::I32, &[4]),
         past_seqlens: desc(DType::I32, &[3]),
         block_table: desc(DType::I32, &[3, 20]),
@@ -518,4 +518,125 @@ fn shapes_alone() {
     let rows = "rows; allowed: up to 2147483647 in all";
     assert_eq!(refusal(&[1 << 16, 1 << 16], 3), format!("block_table: got (65536, 65536) {rows}"));
     assert_eq!(refusal(&[1 << 16, 1], 1 << 30), format!("query: got (1073807360, 4) {rows}"));
+}
+
+/// 4 query heads of 80 elements, of which the leading 64 are a row's value, and the last 16 rotate.
+fn latent() -> Call {
+    let op = PagedAttention::new(4, 1)
+        .kv_cache_layout("LATENT")
+        .v_head_size(64)
+        .scale(0.125)
+        .do_rotary(true)
+        .rotary_offset(64);
+    Call {
+        op,
+        query: float(&[4, 320]),
+        key: Some(float(&[4, 80])),
+        value: None,
+        tables: Some([float(&[7, 8]), float(&[7, 8])]),
+        cache: PagedCache { key: float(&[5, 4, 1, 80]), value: None, scales: None },
+        ..Call::new()
+    }
+}
+
+#[test]
+fn the_latent_layout_has_one_cache() {
+    let p = accepts(latent());
+    assert_eq!((p.latent, p.kv_heads, p.head_size, p.v_head_size), (true, 1, 80, 64));
+    assert_eq!((p.scale, p.rotary.unwrap().offset), (0.125, 64));
+    assert_eq!(p.output_shape(), [4, 256]);
+    let with = |op: fn(PagedAttention) -> PagedAttention| {
+        let call = latent();
+        Call { op: op(call.op.clone()), ..call }
+    };
+    // Values of whole rows have the default scale, too.
+    let p = accepts(with(|op| op.v_head_size(0).scale(0.0)));
+    assert_eq!((p.v_head_size, p.scale as f32), (80, 80f32.sqrt().recip()));
+    for (call, text) in [
+        (
+            with(|op| op.kv_cache_layout("PACKED")),
+            "kv_cache_layout: got \"PACKED\"; allowed: \"SEPARATE\" or \"LATENT\"",
+        ),
+        (
+            with(|op| op.kv_cache_layout("SEPARATE")),
+            "v_head_size: got 64; allowed: 0, as kv_cache_layout is SEPARATE",
+        ),
+        (
+            with(|op| op.kv_cache_layout("SEPARATE").v_head_size(0)),
+            "value_cache: got no input; allowed: a tensor, as kv_cache_layout is SEPARATE",
+        ),
+        (
+            with(|op| op.v_head_size(88)),
+            "v_head_size: got 88; allowed: 0, or a multiple of 8 up to head_size = 80",
+        ),
+        (
+            with(|op| op.v_head_size(-8)),
+            "v_head_size: got -8; allowed: 0, or a multiple of 8 up to head_size = 80",
+        ),
+        (
+            with(|op| op.scale(0.0)),
+            "scale: got 0; allowed: a scale other than 0, as v_head_size = 64 is not head_size = 80",
+        ),
+        (
+            with(|op| op.rotary_offset(72)),
+            "rotary_offset: got 72; allowed: a multiple of 8 from 0 to head_size - rotary_dim = 64",
+        ),
+        (
+            with(|op| op.rotary_offset(-8)),
+            "rotary_offset: got -8; allowed: a multiple of 8 from 0 to head_size - rotary_dim = 64",
+        ),
+        (
+            with(|op| op.k_quant_type(QuantType::PerTensor)),
+            "k_quant_type: got PER_TENSOR; allowed: NONE, as kv_cache_layout is LATENT",
+        ),
+        (
+            with(|op| op.v_cache_dtype("float32")),
+            "v_cache_dtype: got \"float32\"; allowed: \"\", as kv_cache_layout is LATENT",
+        ),
+        (
+            Call { key: None, ..latent() },
+            "key: got no input; allowed: a tensor, as kv_cache_layout is LATENT",
+        ),
+        (
+            Call { value: Some(float(&[4, 80])), ..latent() },
+            "value: got a tensor; allowed: no input, as kv_cache_layout is LATENT",
+        ),
+        (
+            Call {
+                cache: PagedCache { value: Some(float(&[5, 4, 1, 80])), ..latent().cache },
+                ..latent()
+            },
+            "value_cache: got a tensor; allowed: no input, as kv_cache_layout is LATENT",
+        ),
+        (
+            Call { key: Some(float(&[4, 64])), ..latent() },
+            "key: got (4, 64); allowed: (num_tokens = 4, kv_num_heads * head_size = 80)",
+        ),
+        (
+            Call { cache: Call::new().cache, ..latent() },
+            "value_cache: got a tensor; allowed: no input, as kv_cache_layout is LATENT",
+        ),
+    ] {
+        refuses(call, text);
+    }
+    let two = PagedAttention::new(4, 2).kv_cache_layout("LATENT").v_head_size(64).scale(0.125);
+    refuses(
+        Call { op: two, ..latent() },
+        "kv_num_heads: got 2; allowed: 1, as kv_cache_layout is LATENT",
+    );
+}
+
+/// Of caches of keys and values, too, other elements than the first may rotate.
+#[test]
+fn rotary_offset_is_an_attribute_of_both_layouts() {
+    let call = Call { query: float(&[4, 128]), key: Some(float(&[4, 64])), ..Call::rotary() };
+    let key = float(&[5, 4, 2, 32]);
+    let call = Call {
+        op: call.op.clone().rotary_offset(16),
+        value: Some(float(&[4, 64])),
+        cache: PagedCache { key: key.clone(), value: Some(key), scales: None },
+        ..call
+    };
+    let rotary = accepts(call).rotary.unwrap();
+    assert_eq!((rotary.dim, rotary.offset), (16, 16));
 }

@@ -56,26 +56,17 @@ pub(super) static ATTRIBUTES: [Attribute; 16] = [
 
 /// Positions of the inputs that must be there.
 pub(super) const REQUIRED: [usize; 5] = [0, 3, 5, 6, 7];
-/// The index of an input that only the latent layout lacks.
-const VALUE_CACHE: usize = 4;
+/// The index of an output that the latent layout lacks.
+const VALUE_CACHE_OUT: usize = 2;
 
 /// The operator of a node.
 pub(super) fn from_node(node: &NodeProto) -> Result<PagedAttention> {
     let attributes = Attributes::of(node, &ATTRIBUTES)?;
-    let layout = attributes.text("kv_cache_layout");
-    if layout != "SEPARATE" {
-        return Err(Error::invalid("kv_cache_layout", format!("{layout:?}"), "\"SEPARATE\""));
-    }
-    for name in ["rotary_offset", "v_head_size"] {
-        match attributes.int(name).unwrap_or(0) {
-            0 => {}
-            other => return Err(Error::invalid(name, other, "0, as kv_cache_layout is SEPARATE")),
-        }
-    }
     check_lists(node, &INPUTS, &OUTPUTS, &REQUIRED)?;
-    if !is_named(&node.input, VALUE_CACHE) {
-        let allowed = "a tensor, as kv_cache_layout is SEPARATE";
-        return Err(Error::invalid(INPUTS[VALUE_CACHE], "no input", allowed));
+    let layout = attributes.text("kv_cache_layout");
+    if layout == "LATENT" && is_named(&node.output, VALUE_CACHE_OUT) {
+        let allowed = "none, as kv_cache_layout is LATENT";
+        return Err(Error::invalid(OUTPUTS[VALUE_CACHE_OUT], "an output", allowed));
     }
     let (heads, kv_heads) =
         (attributes.required_int("num_heads")?, attributes.required_int("kv_num_heads")?);
@@ -84,6 +75,9 @@ pub(super) fn from_node(node: &NodeProto) -> Result<PagedAttention> {
         .v_quant_type(quant_type(&attributes, "v_quant_type")?)
         .k_cache_dtype(&attributes.text("k_cache_dtype"))
         .v_cache_dtype(&attributes.text("v_cache_dtype"))
+        .kv_cache_layout(&layout)
+        .v_head_size(attributes.int("v_head_size").unwrap_or(0))
+        .rotary_offset(attributes.int("rotary_offset").unwrap_or(0))
         .scale(attributes.float("scale").unwrap_or(0.0))
         .softcap(attributes.float("softcap").unwrap_or(0.0))
         .local_window_size(attributes.required_int("local_window_size")?)
@@ -98,7 +92,7 @@ pub(super) fn problem(op: &PagedAttention, arguments: &Arguments) -> Result<Prob
     Ok(op.problem(&inputs(arguments)?, &cache(arguments)?)?)
 }
 
-/// Computes the output and both caches. The given caches are not changed.
+/// Computes the output and the caches. The given caches are not changed.
 pub(super) fn run(
     op: &PagedAttention,
     arguments: &Arguments,
@@ -106,12 +100,12 @@ pub(super) fn run(
 ) -> Result<Vec<Option<Tensor>>> {
     let mut cache = cache(arguments)?;
     let outputs = op.run(&inputs(arguments)?, &mut cache, backend)?;
-    Ok(vec![Some(outputs.output), Some(cache.key), Some(cache.value)])
+    Ok(vec![Some(outputs.output), Some(cache.key), cache.value])
 }
 
 fn cache(arguments: &Arguments) -> Result<PagedCache> {
-    let required = |i: usize| arguments.required(i, INPUTS[i]).cloned();
-    Ok(PagedCache { key: required(3)?, value: required(VALUE_CACHE)?, scales: None })
+    let key = arguments.required(3, INPUTS[3])?.clone();
+    Ok(PagedCache { key, value: arguments.get(4).cloned(), scales: None })
 }
 
 fn inputs(arguments: &Arguments) -> Result<PagedInputs<'_>> {
@@ -137,7 +131,7 @@ mod tests {
     use super::*;
     use crate::proto::AttributeProto;
 
-    fn refusal(names: &[&str], layout: &str, numbers: &[(&str, i64)]) -> String {
+    fn refusal(outputs: &[&str], layout: &str, numbers: &[(&str, i64)]) -> String {
         let attribute = |name: &str, kind: Kind, i, s: &str| AttributeProto {
             name: name.to_owned(),
             r#type: kind as i32,
@@ -150,8 +144,8 @@ mod tests {
         let numbers = numbers.map(|&(name, number)| attribute(name, Kind::Int, number, ""));
         let layout = attribute("kv_cache_layout", Kind::Text, 0, layout);
         let node = NodeProto {
-            input: names.iter().map(|&name| name.to_owned()).collect(),
-            output: vec!["output".to_owned()],
+            input: INPUTS[..8].iter().map(|&name| name.to_owned()).collect(),
+            output: outputs.iter().map(|&name| name.to_owned()).collect(),
             attribute: numbers.chain([layout]).collect(),
             ..NodeProto::default()
         };
@@ -159,17 +153,11 @@ mod tests {
     }
 
     #[test]
-    fn the_latent_layout_is_refused_by_name() {
-        let all = &INPUTS[..8];
-        assert_eq!(refusal(all, "SEPARATE", &[]), "accepted");
-        let latent = ["query", "", "", "key_cache", "", "starts", "past", "table"];
-        let got = "kv_cache_layout: got \"LATENT\"; allowed: \"SEPARATE\"";
-        assert_eq!(refusal(&latent, "LATENT", &[("v_head_size", 512)]), got);
-        for name in ["v_head_size", "rotary_offset"] {
-            let got = format!("{name}: got 8; allowed: 0, as kv_cache_layout is SEPARATE");
-            assert_eq!(refusal(all, "SEPARATE", &[(name, 8)]), got);
-        }
-        let got = "value_cache: got no input; allowed: a tensor, as kv_cache_layout is SEPARATE";
-        assert_eq!(refusal(&latent, "SEPARATE", &[]), got);
+    fn the_latent_layout_has_no_values() {
+        let one = ["output", "key_cache_out"];
+        assert_eq!(refusal(&OUTPUTS, "SEPARATE", &[]), "accepted");
+        assert_eq!(refusal(&one, "LATENT", &[("v_head_size", 512)]), "accepted");
+        let got = "value_cache_out: got an output; allowed: none, as kv_cache_layout is LATENT";
+        assert_eq!(refusal(&OUTPUTS, "LATENT", &[("v_head_size", 512)]), got);
     }
 }

@@ -101,6 +101,36 @@ impl Cpu {
     /// # Ok::<(), gqa_host::Error>(())
     /// ```
     ///
+    /// A layer of multi-head latent attention has one cache, whose rows are keys and, in their
+    /// leading elements, values.
+    ///
+    /// ```
+    /// use gqa_host::backend::{IoViews, cpu::Cpu};
+    /// use gqa_host::engine::{Dense, LatentHeads, Layer};
+    /// use gqa_host::plan::{TensorId, Tensors};
+    /// use gqa_host::{CacheView, DType, TensorViewMut};
+    ///
+    /// // One query head over rows of 24 elements, of which 16 are values.
+    /// let heads = LatentHeads { query: 1, size: 24, values: 16 };
+    /// let step = Layer::latent(DType::F32, heads, 0.25).dense(Dense::decode(1, 4))?;
+    /// let (query, row, mut cache) = ([0.0f32; 24], [3.0f32; 24], [1.0f32; 4 * 24]);
+    /// let (mut output, last) = ([0.0f32; 16], [1]);
+    /// Cpu::default().run_on(&step, &mut IoViews {
+    ///     inputs: Tensors::default()
+    ///         .with(TensorId::Query, (&query[..]).into())
+    ///         .with(TensorId::Key, (&row[..]).into())
+    ///         .with(TensorId::SeqlensK, (&last[..]).into()),
+    ///     output: TensorViewMut::F32(&mut output),
+    ///     present_key: TensorViewMut::F32(&mut cache).into(),
+    ///     present_value: CacheView::NONE,
+    ///     row_scales: None, output_qk: None,
+    ///     lse: None,
+    /// })?;
+    /// // The new row is behind the first one, and the output is the mean of both.
+    /// assert_eq!((cache[24], output), (3.0, [2.0; 16]));
+    /// # Ok::<(), gqa_host::Error>(())
+    /// ```
+    ///
     /// # Errors
     ///
     /// As [`Backend::run`]; and where the problem wants strides of the output or of a paged KV

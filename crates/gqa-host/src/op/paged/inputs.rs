@@ -12,7 +12,7 @@ pub struct PagedInputs<'a> {
     pub query: &'a Tensor,
     /// (num_tokens, Nk·H); absent: packed
     pub key: Option<&'a Tensor>,
-    /// As key
+    /// As key; absent in the latent layout, too
     pub value: Option<&'a Tensor>,
     /// int32 (B + 1): the first token of each sequence, then num_tokens (cu_seqlens)
     pub cumulative_sequence_length: &'a Tensor,
@@ -76,8 +76,8 @@ impl<'a> PagedInputs<'a> {
 pub struct PagedCache {
     /// Rotated keys.
     pub key: Tensor,
-    /// Values.
-    pub value: Tensor,
+    /// Values; absent in the latent layout, where they are a part of the keys.
+    pub value: Option<Tensor>,
     /// Per-token k_scale and v_scale, float32 (num_blocks, block_size, Nk); the inputs of these
     /// names are then absent.
     pub scales: Option<[Tensor; 2]>,
@@ -96,7 +96,7 @@ pub struct PagedShapes<'a> {
     /// key_cache
     pub key_cache: TensorDesc<'a>,
     /// value_cache
-    pub value_cache: TensorDesc<'a>,
+    pub value_cache: Option<TensorDesc<'a>>,
     /// cumulative_sequence_length
     pub cumulative_sequence_length: TensorDesc<'a>,
     /// past_seqlens
@@ -137,7 +137,7 @@ impl<'a> PagedShapes<'a> {
             key: desc(inputs.key),
             value: desc(inputs.value),
             key_cache: cache.key.desc(),
-            value_cache: cache.value.desc(),
+            value_cache: desc(cache.value.as_ref()),
             cumulative_sequence_length: inputs.cumulative_sequence_length.desc(),
             past_seqlens: inputs.past_seqlens.desc(),
             block_table: inputs.block_table.desc(),

@@ -16,8 +16,9 @@ pub(super) fn quantization(
     let (how, key_cache) = (op.k_quant_type, inputs.key_cache.dtype);
     check_types(how, op.v_quant_type)?;
     check_name("k_cache_dtype", &op.k_cache_dtype, "key_cache", key_cache)?;
-    check_name("v_cache_dtype", &op.v_cache_dtype, "value_cache", inputs.value_cache.dtype)?;
-    if key_cache == inputs.value_cache.dtype && op.is_float4() != (op.v_cache_dtype == FLOAT4) {
+    let Some(value_cache) = inputs.value_cache else { return no_scales(inputs).map(|()| None) };
+    check_name("v_cache_dtype", &op.v_cache_dtype, "value_cache", value_cache.dtype)?;
+    if key_cache == value_cache.dtype && op.is_float4() != (op.v_cache_dtype == FLOAT4) {
         let (got, key) = (&op.v_cache_dtype, &op.k_cache_dtype);
         let allowed = format!("{key:?}, as k_cache_dtype");
         return Err(Error::invalid("v_cache_dtype", format!("{got:?}"), allowed));

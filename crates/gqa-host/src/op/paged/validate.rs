@@ -1,7 +1,8 @@
 //! Checks PagedAttention's attributes and inputs, and makes a [`Problem`] of them.
 
 use super::quantization::quantization;
-use super::{PagedAttention, PagedShapes};
+use super::{LATENT, PagedAttention, PagedShapes, SEPARATE};
+use crate::op::QuantType;
 use crate::op::validate::{
     Dim, Pattern, both, check_epsilon, check_factors, check_row_scales, head_count, scale,
 };
@@ -17,6 +18,7 @@ struct Sizes {
     heads: usize,
     kv_heads: usize,
     head_size: usize,
+    v_head_size: usize,
     tokens: usize,
     batch: usize,
     packed: bool,
@@ -31,6 +33,7 @@ impl PagedAttention {
     /// As [`problem`](Self::problem), except for contents.
     pub fn problem_from_shapes(&self, inputs: &PagedShapes<'_>) -> Result<Problem> {
         self.check_numbers()?;
+        self.check_layout(inputs)?;
         let sizes = self.sizes(inputs)?;
         let pages = sizes.pages(inputs)?;
         let rows = pages.per_sequence * pages.block_size;
@@ -43,7 +46,8 @@ impl PagedAttention {
             q_heads: sizes.heads,
             kv_heads: sizes.kv_heads,
             head_size: sizes.head_size,
-            v_head_size: sizes.head_size,
+            v_head_size: sizes.v_head_size,
+            latent: self.is_latent(),
             q_len,
             new_len: q_len,
             total_len,
@@ -89,7 +93,10 @@ impl PagedAttention {
         if !matches!(dtype, DType::F32 | DType::F16 | DType::BF16) {
             return Err(Error::invalid("query", dtype, "float32, float16 or bfloat16"));
         }
-        let packed = both(("key", inputs.key), ("value", inputs.value))?.is_none();
+        let packed = match self.is_latent() {
+            true => false,
+            false => both(("key", inputs.key), ("value", inputs.value))?.is_none(),
+        };
         let (in_row, what) = match packed {
             true => (heads + 2 * kv_heads, "(num_heads + 2 * kv_num_heads)"),
             false => (heads, "num_heads"),
@@ -119,14 +126,99 @@ impl PagedAttention {
             return Err(Error::invalid("past_seqlens", lengths, "int32"));
         }
         let quantized = quantization(self, inputs, kv_heads, head_size)?;
-        let sizes = Sizes { dtype, heads, kv_heads, head_size, tokens, batch, packed, quantized };
-        if let (Some(key), Some(value)) = (inputs.key, inputs.value) {
-            let width = Dim::Is("kv_num_heads * head_size", kv_heads * head_size);
-            let dims = [Dim::Is("num_tokens", tokens), width];
-            sizes.check("key", key, &dims)?;
-            sizes.check("value", value, &dims)?;
+        let v_head_size = self.value_size(head_size)?;
+        let sizes = Sizes {
+            dtype,
+            heads,
+            kv_heads,
+            head_size,
+            v_head_size,
+            tokens,
+            batch,
+            packed,
+            quantized,
+        };
+        let width = Dim::Is("kv_num_heads * head_size", kv_heads * head_size);
+        let dims = [Dim::Is("num_tokens", tokens), width];
+        for (argument, rows) in [("key", inputs.key), ("value", inputs.value)] {
+            rows.map_or(Ok(()), |rows| sizes.check(argument, rows, &dims))?;
         }
         Ok(sizes)
+    }
+
+    /// Errs where a call has tensors that its layout of the cache lacks, or lacks some.
+    fn check_layout(&self, inputs: &PagedShapes<'_>) -> Result<()> {
+        let layout = &self.kv_cache_layout;
+        let missing = |argument| {
+            Error::invalid(
+                argument,
+                "no input",
+                format!("a tensor, as kv_cache_layout is {layout}"),
+            )
+        };
+        match &layout[..] {
+            SEPARATE if self.v_head_size != 0 => {
+                let allowed = "0, as kv_cache_layout is SEPARATE";
+                Err(Error::invalid("v_head_size", self.v_head_size, allowed))
+            }
+            SEPARATE if inputs.value_cache.is_none() => Err(missing("value_cache")),
+            SEPARATE => Ok(()),
+            LATENT if inputs.key.is_none() => Err(missing("key")),
+            LATENT => self.check_latent(inputs),
+            _ => {
+                let allowed = format!("{SEPARATE:?} or {LATENT:?}");
+                Err(Error::invalid("kv_cache_layout", format!("{layout:?}"), allowed))
+            }
+        }
+    }
+
+    /// Errs where a call in the latent layout has what only others have.
+    fn check_latent(&self, inputs: &PagedShapes<'_>) -> Result<()> {
+        let but = |what: &str| format!("{what}, as kv_cache_layout is LATENT");
+        if self.kv_num_heads != 1 {
+            return Err(Error::invalid("kv_num_heads", self.kv_num_heads, but("1")));
+        }
+        for (name, how) in
+            [("k_quant_type", self.k_quant_type), ("v_quant_type", self.v_quant_type)]
+        {
+            if how != QuantType::None {
+                return Err(Error::invalid(name, how, but("NONE")));
+            }
+        }
+        if !self.v_cache_dtype.is_empty() {
+            let got = format!("{:?}", self.v_cache_dtype);
+            return Err(Error::invalid("v_cache_dtype", got, but("\"\"")));
+        }
+        let absent = [
+            ("value", inputs.value),
+            ("value_cache", inputs.value_cache),
+            ("v_scale", inputs.v_scale),
+            ("q_norm_weight", inputs.q_norm_weight),
+            ("k_norm_weight", inputs.k_norm_weight),
+        ];
+        match absent.into_iter().find(|(_, tensor)| tensor.is_some()) {
+            Some((name, _)) => Err(Error::invalid(name, "a tensor", but("no input"))),
+            None => Ok(()),
+        }
+    }
+
+    /// The head size of values.
+    fn value_size(&self, head_size: usize) -> Result<usize> {
+        let size = match usize::try_from(self.v_head_size) {
+            Ok(0) => return Ok(head_size),
+            Ok(size) if size % 8 == 0 && size <= head_size => size,
+            _ => {
+                let allowed = format!("0, or a multiple of 8 up to head_size = {head_size}");
+                return Err(Error::invalid("v_head_size", self.v_head_size, allowed));
+            }
+        };
+        if size != head_size && self.scale == 0.0 {
+            let allowed = format!(
+                "a scale other than 0, as v_head_size = {size} is not head_size = {head_size}"
+            );
+            return Err(Error::invalid("scale", self.scale, allowed));
+        }
+        Ok(size)
     }
 
     fn rotary(&self, inputs: &PagedShapes<'_>, sizes: &Sizes) -> Result<Option<Rotary>> {
@@ -149,10 +241,18 @@ impl PagedAttention {
         }
         let dims = [Dim::Is("rows of cos_cache", max_positions), Dim::Is("rotary_dim / 2", half)];
         sizes.check("sin_cache", sin, &dims)?;
-        let interleaved = self.rotary_interleaved;
-        let rotary =
-            Rotary { dim: 2 * half, offset: 0, interleaved, max_positions, explicit: None };
-        Ok(self.do_rotary.then_some(rotary))
+        if !self.do_rotary {
+            return Ok(None);
+        }
+        let (dim, interleaved) = (2 * half, self.rotary_interleaved);
+        let most = sizes.head_size - dim;
+        let offset = usize::try_from(self.rotary_offset).ok();
+        let offset =
+            offset.filter(|offset| offset % 8 == 0 && *offset <= most).ok_or_else(|| {
+                let allowed = format!("a multiple of 8 from 0 to head_size - rotary_dim = {most}");
+                Error::invalid("rotary_offset", self.rotary_offset, allowed)
+            })?;
+        Ok(Some(Rotary { dim, offset, interleaved, max_positions, explicit: None }))
     }
 }
 
@@ -198,7 +298,9 @@ impl Sizes {
         self.check_cache("key_cache", inputs.key_cache, any)?;
         let (blocks, block_size) = (inputs.key_cache.shape[0], inputs.key_cache.shape[1]);
         let of_key = [Dim::Is("num_blocks", blocks), Dim::Is("block_size", block_size)];
-        self.check_cache("value_cache", inputs.value_cache, of_key)?;
+        inputs
+            .value_cache
+            .map_or(Ok(()), |values| self.check_cache("value_cache", values, of_key))?;
         let heads = Dim::Is("kv_num_heads", self.kv_heads);
         let [of_blocks, of_rows] = of_key;
         let given = [inputs.k_scale, inputs.v_scale];
