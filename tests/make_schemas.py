@@ -22,12 +22,8 @@ from onnxruntime.capi import onnxruntime_pybind11_state as pybind
 STORED = os.path.join(os.path.dirname(os.path.abspath(__file__)), "cases", "schemas.json")
 OPERATORS = [("", "Attention"), ("", "RotaryEmbedding"), ("", "TensorScatter"),
              ("com.microsoft", "GroupQueryAttention"), ("com.microsoft", "PagedAttention")]
-# What the schemas have and our operators refuse by name, with the reason; of attributes that they have, a value that is refused.
-REFUSED = [
-    ("PagedAttention", "values", "kv_cache_layout", "latent attention is not computed yet", "LATENT"),
-    ("PagedAttention", "values", "v_head_size", "of the latent layout", 512),
-    ("PagedAttention", "values", "rotary_offset", "of the latent layout", 8),
-]
+# What the schemas have and our operators refuse by name, with the reason.
+REFUSED = []
 
 
 def attribute(found, proto):

@@ -631,6 +631,60 @@ class Nodes(unittest.TestCase):
                 for name, cache in zip(["key_cache", "value_cache"], want[1:]):
                     np.testing.assert_array_equal(gathered(values[name].numpy())[:, :, : before + rows], cache)
 
+    def latent(self, random):
+        """Sequences of ragged lengths over one cache of rows of 48 elements, of which 32 are values and the last 16 rotate."""
+        noise = lambda *shape: random.standard_normal(shape, dtype=np.float32)
+        angles = random.uniform(0, 6, (64, 8)).astype(np.float32)
+        feed = {"query": noise(26, 6 * 48), "key": noise(26, 48), "key_cache": noise(8, 16, 1, 48),
+                "cumulative_sequence_length": np.array([0, 5, 6, 26], np.int32), "past_seqlens": np.array([30, 17, 0], np.int32),
+                "block_table": np.array([[6, 0, 3], [2, 5, -1], [7, 1, -1]], np.int32), "cos_cache": np.cos(angles), "sin_cache": np.sin(angles)}
+        attributes = {"num_heads": 6, "kv_num_heads": 1, "kv_cache_layout": "LATENT", "v_head_size": 32, "scale": 0.2, "do_rotary": 1, "rotary_offset": 32}
+        return feed, attributes
+
+    def test_latent_paged_attention(self):
+        """What numpy computes. Theirs is for CUDA only."""
+        feed, attributes = self.latent(np.random.default_rng(9))
+        infos = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in ["output", "key_cache_out"]]
+        engine = session(model_of("PagedAttention", PAGED, feed, infos, **attributes), OURS)
+        bound, values = engine.io_binding(), {name: on_device(array.copy()) for name, array in feed.items()}
+        for name, value in values.items():
+            bound.bind_ortvalue_input(name, value)
+        bound.bind_output("output")
+        bound.bind_ortvalue_output("key_cache_out", values["key_cache"])
+        engine.run_with_iobinding(bound)
+        output, cache = bound.get_outputs()[0].numpy(), values["key_cache"].numpy()
+
+        def turned(rows, position):
+            cos, sin = feed["cos_cache"][position], feed["sin_cache"][position]
+            low, high = rows[..., 32:40], rows[..., 40:]
+            return np.concatenate([rows[..., :32], low * cos - high * sin, high * cos + low * sin], axis=-1)
+
+        for b, past in enumerate(feed["past_seqlens"]):
+            first, end = feed["cumulative_sequence_length"][b : b + 2]
+            held = lambda array: np.concatenate([array[block, :, 0] for block in feed["block_table"][b] if block >= 0])
+            rows = held(feed["key_cache"])
+            for i in range(end - first):
+                rows[past + i] = turned(feed["key"][first + i], past + i)
+            np.testing.assert_allclose(held(cache), rows, atol=1e-6)
+            for i in range(end - first):
+                query, seen = turned(feed["query"][first + i].reshape(6, 48), past + i), rows[: past + i + 1]
+                scores = np.exp(0.2 * query @ seen.T)
+                want = scores / scores.sum(-1, keepdims=True) @ seen[:, :32]
+                np.testing.assert_allclose(output[first + i].reshape(6, 32), want, atol=2e-5)
+
+    def test_what_the_latent_layout_lacks_is_refused_by_name(self):
+        feed, attributes = self.latent(np.random.default_rng(9))
+        info = lambda name: helper.make_tensor_value_info(name, TensorProto.FLOAT, None)
+        text = lambda given, names=("output",), **changed: refusal(
+            model_of("PagedAttention", PAGED, given, [info(name) for name in names], **(attributes | changed)), given)
+        self.assertIn("value: got a tensor; allowed: no input", text(feed | {"value": feed["key"]}))
+        self.assertIn("value_cache: got a tensor; allowed: no input", text(feed | {"value_cache": feed["key_cache"]}))
+        self.assertIn("value_cache_out: got an output; allowed: none", text(feed, ["output", "key_cache_out", "value_cache_out"]))
+        self.assertIn("scale: got 0; allowed: ", text(feed, scale=0.0))
+        self.assertIn("v_head_size: got 32; allowed: 0", text(feed, kv_cache_layout="SEPARATE"))
+        self.assertIn("value_cache: got no input; allowed: a tensor", text(feed, kv_cache_layout="SEPARATE", v_head_size=0))
+        self.assertIn("kv_cache_layout: got \"PACKED\"; allowed: ", text(feed, kv_cache_layout="PACKED"))
+
     def test_what_attention_metadata_may_be(self):
         feed = {"query": np.zeros((1, 192), np.float32), "key": np.zeros((1, 64), np.float32), "value": np.zeros((1, 64), np.float32),
                 "key_cache": np.zeros((2, 16, 2, 32), np.float32), "value_cache": np.zeros((2, 16, 2, 32), np.float32),
@@ -695,22 +749,7 @@ class Schemas(unittest.TestCase):
             got = operator["attributes"]
             keys = wanted.keys() | got.keys()
             differences |= {(name, "attributes", key) for key in keys if rounded(wanted.get(key, ...)) != rounded(got.get(key, ...))}
-        self.assertEqual(differences, {refused[:3] for refused in make_schemas.REFUSED if refused[1] != "values"})
-
-    def test_values_that_are_not_computed_are_refused_by_name(self):
-        noise = lambda *shape: np.zeros(shape, np.float32)
-        feed = {"query": noise(1, 192), "key": noise(1, 64), "value": noise(1, 64), "key_cache": noise(2, 16, 2, 32), "value_cache": noise(2, 16, 2, 32),
-                "cumulative_sequence_length": np.array([0, 1], np.int32), "past_seqlens": np.array([3], np.int32), "block_table": np.array([[1]], np.int32)}
-        latent = {name: array for name, array in feed.items() if name not in ("key", "value", "value_cache")}
-        heads = {"num_heads": 6, "kv_num_heads": 2}
-        infos = [helper.make_tensor_value_info("output", TensorProto.FLOAT, None)]
-        for operator, kind, name, _, *value in make_schemas.REFUSED:
-            if kind == "values":
-                self.assertEqual(operator, "PagedAttention")
-                for given in [feed, latent]:
-                    text = refusal(model_of(operator, PAGED, given, infos, **heads, **{name: value[0]}), given)
-                    self.assertRegex(text, f"{name}: got \"?{value[0]}\"?; allowed: ")
-        self.assertIn("value_cache: got no input; allowed: a tensor", refusal(model_of("PagedAttention", PAGED, latent, infos, **heads), latent))
+        self.assertEqual(differences, {refused[:3] for refused in make_schemas.REFUSED})
 
     def test_what_is_stored_is_what_is_installed(self):
         """`tests/make_schemas.py` writes it anew; crates/gqa-onnx compares itself with that."""
