@@ -108,7 +108,7 @@ impl Cpu {
     /// use gqa_host::backend::{IoViews, cpu::Cpu};
     /// use gqa_host::engine::{Dense, LatentHeads, Layer};
     /// use gqa_host::plan::{TensorId, Tensors};
-    /// use gqa_host::{CacheView, DType, TensorViewMut};
+    /// use gqa_host::{CacheView, DType, TensorView, TensorViewMut};
     ///
     /// // One query head over rows of 24 elements, of which 16 are values.
     /// let heads = LatentHeads { query: 1, size: 24, values: 16 };
@@ -117,9 +117,9 @@ impl Cpu {
     /// let (mut output, last) = ([0.0f32; 16], [1]);
     /// Cpu::default().run_on(&step, &mut IoViews {
     ///     inputs: Tensors::default()
-    ///         .with(TensorId::Query, (&query[..]).into())
-    ///         .with(TensorId::Key, (&row[..]).into())
-    ///         .with(TensorId::SeqlensK, (&last[..]).into()),
+    ///         .with(TensorId::Query, TensorView::from(&query[..]))
+    ///         .with(TensorId::Key, TensorView::from(&row[..]))
+    ///         .with(TensorId::SeqlensK, TensorView::from(&last[..])),
     ///     output: TensorViewMut::F32(&mut output),
     ///     present_key: TensorViewMut::F32(&mut cache).into(),
     ///     present_value: CacheView::NONE,
