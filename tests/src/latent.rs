@@ -11,7 +11,7 @@ use gqa_host::engine::{Dense, External, LatentHeads, Layer, Paged, Rope};
 use gqa_host::op::{PagedAttention, PagedCache, PagedInputs};
 use gqa_host::plan::{DeviceInfo, PlanOptions, TensorId, Tensors, plan};
 use gqa_host::reference::Reference;
-use gqa_host::{DType, Problem, Result, RowStrides, Sink, Tensor};
+use gqa_host::{CacheBinding, DType, Problem, ProblemFields, Result, RowStrides, Sink, Tensor};
 use gqa_kernels::registry::Family;
 use ndarray::{Array2, arr1};
 use proptest::prelude::*;
@@ -63,6 +63,8 @@ pub struct LatentCase {
     pub bias: bool,
     /// Log-sum-exp wanted.
     pub lse: bool,
+    /// Past and present are caches of their own, and output is float32; contiguous caches only.
+    pub separate: bool,
     /// Lengths count the new tokens; paged caches only.
     pub counts_new: bool,
     /// The table leads outside of the cache for some visible blocks.
@@ -90,10 +92,10 @@ pub fn latent(sizes: &[[usize; 2]], most: usize) -> BoxedStrategy<LatentCase> {
         (prop::sample::select(vec![1usize, 3, 16, 20]), prop::sample::select(sizes.to_vec()));
     let scores = (prop::option::weighted(0.2, 1..=most), prop::option::weighted(0.2, 0.5..8.0f32));
     let call = (crate::any_dtype(), heads, sequences, rows, scores);
-    (call, any::<[bool; 12]>(), any::<u64>())
+    (call, any::<[bool; 13]>(), any::<u64>())
         .prop_map(|((dtype, (query, [size, values]), sequences, rows, scores), flags, seed)| {
             let [first_prompt, no_new_rows, rotates, elsewhere, interleaved, head_sink, ..] = flags;
-            let [.., tree_mask, bias, lse, counts_new, gaps, slots] = flags;
+            let [.., tree_mask, bias, lse, separate, counts_new, gaps, slots] = flags;
             let is_paged = matches!(rows, LatentRows::Paged(..));
             let external = rows == LatentRows::External;
             let mut sequences: Vec<_> =
@@ -122,6 +124,7 @@ pub fn latent(sizes: &[[usize; 2]], most: usize) -> BoxedStrategy<LatentCase> {
                 tree_mask,
                 bias: bias && rows == LatentRows::Dense && !tree_mask,
                 lse,
+                separate: separate && rows == LatentRows::Dense && !no_new_rows,
                 counts_new: counts_new && is_paged,
                 gaps: gaps && is_paged && seed % 2 == 0,
                 slots: slots && is_paged && !no_new_rows,
@@ -168,6 +171,7 @@ pub fn latent_operators(sizes: &[[usize; 2]], most: usize) -> BoxedStrategy<Late
             no_new_rows: false,
             tree_mask: false,
             bias: false,
+            separate: false,
             counts_new: false,
             ..case
         })
@@ -274,7 +278,12 @@ impl LatentCase {
         let call = if self.no_new_rows { call.nothing_new() } else { call };
         let call = if self.tree_mask { call.tree_mask() } else { call };
         let call = if self.bias { call.bias(true, true) } else { call };
-        self.layer().dense(if self.lse { call.log_sum_exp() } else { call })
+        let call = if self.lse { call.log_sum_exp() } else { call };
+        if !self.separate {
+            return self.layer().dense(call);
+        }
+        let call = self.layer().dense(call.float32_output())?;
+        call.derive(|call| ProblemFields { cache: CacheBinding::Separate, ..call })
     }
 
     fn external(&self) -> Result<Problem> {
@@ -410,9 +419,14 @@ impl Given {
 
     /// Output, log-sum-exps on request, and the cache after the call on `backend`.
     fn run(&self, problem: &Problem, backend: &dyn Backend) -> Result<Got> {
-        let mut output = poisoned(problem.dtype, &problem.output_shape());
+        let mut output = poisoned(problem.out_dtype, &problem.output_shape());
         let mut lse = problem.lse.then(|| poisoned(DType::F32, &problem.lse_shape()));
-        let (mut cache, mut nothing) = (self.cache.clone(), Tensor::zeros(problem.dtype, &[0]));
+        let past = (problem.cache == CacheBinding::Separate).then_some(&self.cache);
+        let mut cache = match past {
+            Some(past) => poisoned(past.dtype(), past.shape()),
+            None => self.cache.clone(),
+        };
+        let mut nothing = Tensor::zeros(problem.dtype, &[0]);
         let [cos, sin] = match &self.rotary {
             Some(angles) => angles.each_ref().map(Some),
             None => [None; 2],
@@ -421,6 +435,7 @@ impl Given {
         let inputs = Tensors::default()
             .with(TensorId::Query, &self.query)
             .with(TensorId::Key, self.key.as_ref())
+            .with(TensorId::PastKey, past)
             .with(TensorId::SeqlensK, &self.lengths)
             .with(TensorId::CumulativeSequenceLength, is_paged.then_some(&self.starts))
             .with(TensorId::BlockTable, is_paged.then_some(&self.table))
