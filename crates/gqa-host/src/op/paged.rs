@@ -141,8 +141,8 @@ impl PagedAttention {
         Self { kv_cache_layout: name.to_owned(), ..self }
     }
 
-    /// The head size of values and output in the latent layout, a multiple of 8; 0: head_size. Where
-    /// it is another, scale must be given.
+    /// The head size of values and output in the latent layout, a multiple of 8; 0: head_size. If
+    /// the two differ, scale must be given.
     pub fn v_head_size(self, size: i64) -> Self {
         Self { v_head_size: size, ..self }
     }
