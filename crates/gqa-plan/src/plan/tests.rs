@@ -6,9 +6,10 @@ use crate::problem::{
     Alignment, Bias, CacheBinding, CallKind, Layout, Pages, Phase, Problem, ProblemFields, QkNorm,
     QkOutput, QuantFormat, Quantization, Rotary, RowStrides, Scales, Sink,
 };
+use gqa_kernels::attention::latent;
 use gqa_kernels::params::{
-    AttentionParams, DecodeParams, Float8OperandsParams, Float8Params, HopperParams, MaskedParams,
-    PageSteps, PagedDecodeParams, PagedGapsParams, PagedHopperParams, PagedParams,
+    AttentionParams, DecodeParams, Float8OperandsParams, Float8Params, HopperParams, LatentParams,
+    MaskedParams, PageSteps, PagedDecodeParams, PagedGapsParams, PagedHopperParams, PagedParams,
     PagedTiledParams, PrologueParams, QuantizeOutputParams, QuantizedHopperParams,
     QuantizedPagedHopperParams, RollingBiasParams, RollingParams, Strides, TreeMaskParams, overlap,
 };
@@ -1945,6 +1946,7 @@ fn check(plan: &Plan, launch: &Launch) {
             Family::Decode | Family::DecodeQuantized => decode_reach(name, launch, element),
             Family::HopperPaged => hopper_paged_reach(name, launch, element),
             Family::TiledPaged => tiled_paged_reach(name, launch, element),
+            Family::Latent => latent_reach(name, launch, element),
             Family::HopperQuantized | Family::HopperPagedQuantized if name.ends_with("_scale") => {
                 scales_of(&plan.problem, arg)
             }
@@ -2260,6 +2262,24 @@ fn hopper_paged_reach(name: &str, launch: &Launch, element: usize) -> usize {
     }
 }
 
+fn latent_reach(name: &str, launch: &Launch, element: usize) -> usize {
+    let p: &LatentParams = bytemuck::from_bytes(&launch.params);
+    let a = &p.attention;
+    let rows = |strides, size| reach(strides, [1, a.q_heads, p.tokens], size) * element;
+    let (out, lse) = latent::partial_elements(p);
+    match name {
+        "q" => rows(a.q, a.head_size),
+        "out" => rows(a.out, latent::VALUE_SIZE),
+        "lse" => (a.q_heads * p.tokens) as usize * 4,
+        "starts" => (a.batch + 1) as usize * 4,
+        "past_seqlens" => a.batch as usize * 4,
+        "block_table" => (a.batch * p.per_sequence) as usize * 4,
+        "partial_out" => out * 4,
+        "partial_lse" => lse * 4,
+        _ => panic!("{name}"),
+    }
+}
+
 fn tiled_paged_reach(name: &str, launch: &Launch, element: usize) -> usize {
     let p: &PagedTiledParams = bytemuck::from_bytes(&launch.params);
     let a = &p.attention;
@@ -2427,7 +2447,7 @@ fn latent_calls_have_kernels_that_read_values_in_keys() {
         for name in ["h200", "b200", "a100", "v100"] {
             let plan = plan(&problem, &device(name), &PlanOptions::default()).unwrap();
             for Decision { family, outcome } in &plan.decisions {
-                let takes = matches!(family, Family::General | Family::Unfused);
+                let takes = matches!(family, Family::General | Family::Unfused | Family::Latent);
                 let declines = matches!(outcome, Err(Rejection::Latent));
                 assert!(takes || declines, "{family:?}: {outcome:?}");
             }
@@ -2443,7 +2463,11 @@ fn latent_calls_have_kernels_that_read_values_in_keys() {
     let small = kernels(latent_of(256, 1, 500));
     assert_eq!(small, ["unpack_qkv_with_rope_and_append_kv", "general"]);
     let paged = paged(&Problem::new(latent_of(576, 1, 500)).unwrap());
-    let paged = kernels((*paged).clone());
+    let in_place = kernels((*paged).clone());
+    assert_eq!(in_place, ["paged_append", "latent", "latent_merge"]);
+    let appended = kernels(ProblemFields { rotary: None, ..(*paged.appended()).clone() });
+    assert_eq!(appended, ["latent", "latent_merge"]);
+    let paged = kernels(ProblemFields { sink: Sink::PerHead, ..(*paged).clone() });
     assert_eq!(
         (&paged[..2], paged.last()),
         (&["paged_append", "paged_gather"][..], Some(&"paged_gaps"))
