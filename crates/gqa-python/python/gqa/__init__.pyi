@@ -20,6 +20,8 @@ __all__ = [
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
+    "flash_mla_with_kvcache",
+    "get_mla_metadata",
     "merge_states",
 ]
 
@@ -219,3 +221,12 @@ def flash_attn_with_kvcache(
     out: _A | None = None,
 ) -> tuple[_A, _A]: ...
 def merge_states(outputs: Iterable[_A], log_sum_exps: Iterable[Array]) -> tuple[_A, _A]: ...
+def get_mla_metadata(*args: object, **kwargs: object) -> tuple[None, None]: ...
+def flash_mla_with_kvcache(
+    q: _A, k_cache: Array, block_table: Array, cache_seqlens: Integers, head_dim_v: int,
+    tile_scheduler_metadata: object = None, num_splits: object = None,
+    softmax_scale: Number | None = None, causal: bool = False, is_fp8_kvcache: bool = False,
+    indices: None = None, attn_sink: None = None, extra_k_cache: None = None,
+    extra_indices_in_kvcache: None = None, topk_length: None = None,
+    extra_topk_length: None = None,
+) -> tuple[_A, _A]: ...

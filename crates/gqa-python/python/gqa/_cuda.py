@@ -146,9 +146,8 @@ def latent(
     q: Tensor, cache: Any, table: Any, lengths: Any, values: int, scores: Scores
 ) -> tuple[Tensor, Tensor]:
     """Attention to a latent KV cache (blocks, rows of a block, 1, size), and log-sum-exps."""
-    if q.dim() != 4 or q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        got = f"{q.dtype} {tuple(q.shape)}"
-        raise invalid("q", got, "(batch, rows, heads, size) of float32, float16 or bfloat16")
+    if q.dtype not in ELEMENTS:
+        raise invalid("q", q.dtype, "float32, float16 or bfloat16")
     batch, rows, heads, size = q.shape
     if not isinstance(cache, torch.Tensor) or cache.device != q.device:
         got = getattr(cache, "device", type(cache).__name__)
@@ -157,8 +156,6 @@ def latent(
     if not is_cache:
         got = f"{cache.dtype} {tuple(cache.shape)}"
         raise invalid("k_cache", got, f"{q.dtype} (blocks, rows of a block, 1, {size})")
-    if not 0 < values <= size:
-        raise invalid("head_dim_v", values, f"1 to {size}, the size of a row of k_cache")
     table = _table(table, q.device, batch)
     lengths = _integers("cache_seqlens", lengths, q.device, (batch,))
     out = q.new_empty((batch, rows, heads, values))

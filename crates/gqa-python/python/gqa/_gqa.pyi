@@ -103,6 +103,16 @@ class Call:
         pages: _Strides,
         one_each: bool,
     ) -> Call: ...
+    @staticmethod
+    def latent(
+        sizes: Any,
+        values: int,
+        sequences: int,
+        rows: int,
+        cache: tuple[int, int, int],
+        q: _Strides,
+        pages: _Strides,
+    ) -> Call: ...
     def kernels(self, gpu: str) -> list[str]: ...
     def tensors(self, gpu: str) -> list[tuple[str, int]]: ...
     def scratch(self, gpu: str) -> tuple[int, int]: ...

@@ -3,7 +3,7 @@
 from typing import Any, Optional
 
 from gqa._errors import invalid, mistyped
-from gqa._flash import Scores, backend
+from gqa._flash import Places, Scores, backend
 
 _ABSENT = "None: sparse attention and its caches are not supported"
 
@@ -57,13 +57,33 @@ def flash_mla_with_kvcache(
     for name, given in refused.items():
         if given is not None:
             raise invalid(name, type(given).__name__, _ABSENT)
+    shape = tuple(getattr(q, "shape", ()))
+    if len(shape) != 4:
+        raise invalid("q", shape or type(q).__name__, "(batch, rows, heads, size)")
     if isinstance(head_dim_v, bool) or not isinstance(head_dim_v, int):
         raise mistyped("head_dim_v", type(head_dim_v).__name__, "an int")
-    if softmax_scale is None:
-        softmax_scale = q.shape[-1] ** -0.5
-    window = (-1, 0 if causal or q.shape[1] == 1 else -1)
-    scores = Scores(softmax_scale, 0.0, window, None, None)
-    made: tuple[Any, Any] = backend(q).latent(
-        q, k_cache, block_table, cache_seqlens, head_dim_v, scores
-    )
+    if not 0 < head_dim_v <= shape[3]:
+        raise invalid("head_dim_v", head_dim_v, f"1 to {shape[3]}, the size of a row of k_cache")
+    scale = shape[3] ** -0.5 if softmax_scale is None else _number("softmax_scale", softmax_scale)
+    window = (-1, 0 if causal or shape[1] == 1 else -1)
+    scores = Scores(scale, 0.0, window, None, None)
+    computes = getattr(backend(q), "latent", _over_whole_rows)
+    made: tuple[Any, Any] = computes(q, k_cache, block_table, cache_seqlens, head_dim_v, scores)
     return made
+
+
+def _number(name: str, given: Any) -> float:
+    try:
+        return float(given)
+    except (TypeError, ValueError):
+        raise mistyped(name, repr(given), "a number or None") from None
+
+
+def _over_whole_rows(
+    q: Any, cache: Any, table: Any, lengths: Any, values: int, scores: Scores
+) -> tuple[Any, Any]:
+    """Where there is no kernel for it: whole rows are values, and what is behind these is cut off."""
+    places = Places(lengths, None, None, table)
+    pair = (cache, cache)
+    out, lse = backend(q).with_kvcache(q, pair, None, None, places, scores, True)
+    return out[..., :values], lse
