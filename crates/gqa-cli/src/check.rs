@@ -10,6 +10,7 @@ use gqa_host::backend::Backend;
 use gqa_onnx::{Case, Checked, Comparison, Limits, OutputCheck, find_cases};
 
 use crate::backend::{self, Choice};
+use crate::options::magnitude;
 use crate::{Usage, one_line};
 
 /// Arguments of `gqa check`.
@@ -19,20 +20,14 @@ pub struct Args {
     #[arg(long, value_enum, default_value_t = Choice::Auto)]
     backend: Choice,
     /// Relative tolerance for every output [default: per case, else per element type].
-    #[arg(long, value_parser = limit, allow_negative_numbers = true)]
+    #[arg(long, value_parser = magnitude::<f64>)]
     rtol: Option<f64>,
     /// Absolute tolerance for every output [default: per case, else per element type].
-    #[arg(long, value_parser = limit, allow_negative_numbers = true)]
+    #[arg(long, value_parser = magnitude::<f64>)]
     atol: Option<f64>,
     /// Cases, or folders of cases.
     #[arg(required = true)]
     path: Vec<PathBuf>,
-}
-
-/// Parses a tolerance.
-fn limit(text: &str) -> Result<f64, String> {
-    let value = text.parse().ok().filter(|value: &f64| value.is_finite() && *value >= 0.0);
-    value.ok_or_else(|| "a tolerance is a finite number, 0 or more".to_owned())
 }
 
 /// Runs all cases.

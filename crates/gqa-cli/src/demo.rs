@@ -12,8 +12,9 @@ use gqa_host::{Problem, Tensor};
 
 use crate::backend::{Choice, Machine};
 use crate::input::Noise;
+use crate::options::count;
 use crate::oracle::{Computed, Sampled};
-use crate::shape::{Element, Layer, Shape, Tensors, count, lengths};
+use crate::shape::{Element, Layer, Shape, Tensors, lengths};
 
 /// Arguments of `gqa demo`.
 #[derive(clap::Args, Default)]

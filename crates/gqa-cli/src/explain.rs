@@ -9,7 +9,8 @@ use gqa_host::plan::{Arg, DeviceInfo, Plan, PlanOptions, TensorId, TensorMap, pl
 use gqa_onnx::Model;
 use serde_json::{Map, Value, json};
 
-use crate::shape::{Layer, Sizes, count};
+use crate::options::count;
+use crate::shape::{Layer, Sizes};
 use crate::{Usage, input};
 
 /// Arguments of `gqa explain`.

@@ -17,6 +17,7 @@ mod doctor;
 mod explain;
 mod gpu;
 mod input;
+mod options;
 mod oracle;
 mod profile;
 mod run;
@@ -25,7 +26,7 @@ mod shape;
 use std::io::ErrorKind;
 use std::process::ExitCode;
 
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 use gqa_host::plan::environment;
 
 /// GroupQueryAttention in Rust: on a GPU through CUDA, on a CPU, on a simulated GPU.
@@ -71,7 +72,8 @@ impl std::fmt::Display for Usage {
 impl std::error::Error for Usage {}
 
 fn main() -> ExitCode {
-    let cli = match Cli::try_parse() {
+    let parsed = options::signed(Cli::command()).try_get_matches();
+    let cli = match parsed.and_then(|matches| Cli::from_arg_matches(&matches)) {
         Ok(cli) => cli,
         Err(error) => return report_usage(&error),
     };
@@ -110,6 +112,10 @@ fn log() -> anyhow::Result<()> {
 fn report_usage(error: &clap::Error) -> ExitCode {
     if !error.use_stderr() {
         return if error.print().is_ok() { ExitCode::SUCCESS } else { ExitCode::FAILURE };
+    }
+    if let Some(reason) = options::wrong_value(error) {
+        eprintln!("gqa: {} (see gqa --help)", one_line(&reason));
+        return ExitCode::from(2);
     }
     let text = error.render().to_string();
     let reason = match error.kind() {

@@ -14,8 +14,9 @@ mod processor;
 use crate::bench::measure::{cold_calls, replays, short_calls_repeated};
 use crate::gpu::Gpu;
 use crate::input::Noise;
+use crate::options::count;
 use crate::profile::processor::Processor;
-use crate::shape::{Layer, Sizes, count};
+use crate::shape::{Layer, Sizes};
 
 /// Arguments of `gqa profile`.
 #[derive(clap::Args)]

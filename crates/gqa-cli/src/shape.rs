@@ -11,9 +11,10 @@ use ndarray::Array1;
 
 use crate::Usage;
 use crate::input::Noise;
+use crate::options::{count, magnitude, number, whole};
 
 /// Names of attributes and tensors, and the options that say what they are.
-const OPTIONS: [(&str, &str); 11] = [
+const OPTIONS: [(&str, &str); 13] = [
     ("num_heads", "--heads"),
     ("kv_num_heads", "--kv-heads"),
     ("head_size", "--head-size"),
@@ -22,6 +23,8 @@ const OPTIONS: [(&str, &str); 11] = [
     ("softcap", "--softcap"),
     ("scale", "--scale"),
     ("cos_cache", "--rotary"),
+    ("query", "--batch, --query-length"),
+    ("key", "--batch, --query-length"),
     ("sequence_length", "--query-length"),
     ("total_sequence_length", "--batch, --past-length"),
     ("past_key", "--batch, --past-length"),
@@ -43,7 +46,7 @@ fn with_options(text: &str) -> String {
         words.push(option(word).filter(|_| word.contains('_')).unwrap_or(word));
         rest = behind;
     }
-    words.concat()
+    words.concat().replace("--sliding-cache is 1", "there is --sliding-cache")
 }
 
 /// `--dtype`.
@@ -156,13 +159,13 @@ impl Codes {
 #[derive(Clone, Copy, Debug, clap::Args)]
 pub struct Layer {
     /// Query heads.
-    #[arg(long, default_value_t = 32, value_parser = count(1 << 16), allow_negative_numbers = true)]
+    #[arg(long, default_value_t = 32, value_parser = count(65_535))]
     pub heads: u64,
     /// KV heads.
-    #[arg(long, default_value_t = 8, value_parser = count(1 << 16), allow_negative_numbers = true)]
+    #[arg(long, default_value_t = 8, value_parser = count(65_535))]
     pub kv_heads: u64,
     /// Elements of a head.
-    #[arg(long, default_value_t = 128, value_parser = count(4096), allow_negative_numbers = true)]
+    #[arg(long, default_value_t = 128, value_parser = count(4096))]
     pub head_size: u64,
     /// Element type.
     #[arg(skip = Element::Bf16)]
@@ -200,7 +203,7 @@ pub struct Layer {
     #[arg(long, requires = "kv_cache", conflicts_with = "block_size")]
     pub float8_products: bool,
     /// Newest keys a query sees, its own included; -1: all.
-    #[arg(long, default_value_t = -1, allow_negative_numbers = true)]
+    #[arg(long, default_value_t = -1, value_parser = whole(-1..=i64::MAX))]
     pub window: i64,
     /// The cache rolls: it has this many rows, the newest of a sequence, which may be longer.
     #[arg(long, value_parser = count(1 << 31))]
@@ -209,10 +212,10 @@ pub struct Layer {
     #[arg(long, value_parser = count(1 << 31), conflicts_with_all = ["cached", "prefetch_cache", "float32_output", "float8_output", "sliding_cache", "smooth_softmax"])]
     pub block_size: Option<u64>,
     /// Scores become softcap * tanh(score / softcap); 0: off.
-    #[arg(long, default_value_t = 0.0, allow_negative_numbers = true)]
+    #[arg(long, default_value_t = 0.0, value_parser = magnitude::<f32>)]
     pub softcap: f32,
     /// Factor on q.k; 0: 1 / sqrt(head size).
-    #[arg(long, default_value_t = 0.0, allow_negative_numbers = true)]
+    #[arg(long, default_value_t = 0.0, value_parser = number)]
     pub scale: f32,
     /// A logit of 0 joins every softmax.
     #[arg(long)]
@@ -229,11 +232,6 @@ pub struct Layer {
 /// With which the output of a single standard normal value is no larger than float8e4m3fn has
 /// numbers.
 pub const OUTPUT_SCALE: f32 = 0.02;
-
-/// A whole number from 1 to `limit`.
-pub fn count(limit: u64) -> clap::builder::RangedU64ValueParser {
-    clap::value_parser!(u64).range(1..=limit)
-}
 
 impl Layer {
     /// The layer of Llama 3 8B.
@@ -308,6 +306,11 @@ impl Layer {
             Error::Invalid { .. } if head_size % 8 != 0 => {
                 ("--head-size", head_size.to_string(), "a multiple of 8".to_owned())
             }
+            Error::Invalid { argument: "past_key", got, allowed }
+                if self.sliding_cache.is_some() =>
+            {
+                ("--batch, --sliding-cache", got, with_options(&allowed))
+            }
             Error::Invalid { argument, got, allowed } => match option(argument) {
                 Some(option) => (option, with_options(&got), with_options(&allowed)),
                 None => return Error::Invalid { argument, got, allowed }.into(),
@@ -381,20 +384,16 @@ impl Layer {
 #[derive(Clone, Copy, Debug, clap::Args)]
 pub struct Sizes {
     /// Sequences.
-    #[arg(long, default_value_t = 1, value_parser = count(1 << 24), allow_negative_numbers = true)]
+    #[arg(long, default_value_t = 1, value_parser = count(1 << 24))]
     batch: u64,
     /// Element type.
     #[arg(long, value_enum, default_value_t = Element::Bf16)]
     dtype: Element,
     /// New rows of each sequence [default: 1, a decode step].
-    #[arg(long, value_parser = count(1 << 31), allow_negative_numbers = true)]
+    #[arg(long, value_parser = count(1 << 31))]
     query_length: Option<u64>,
     /// Rows in the cache before [default: 0 with --query-length, else 8191].
-    #[arg(
-        long,
-        value_parser = clap::value_parser!(u64).range(..1 << 31),
-        allow_negative_numbers = true
-    )]
+    #[arg(long, value_parser = whole(0..=(1u64 << 31) - 1))]
     past_length: Option<u64>,
 }
 

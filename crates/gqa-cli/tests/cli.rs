@@ -72,10 +72,6 @@ fn mistakes_in_the_command_line_are_one_line_and_exit_code_2() -> Result {
     refused(&words("run")?, 2, &["<MODEL>"]);
     refused(&words("explain --device voodoo2")?, 2, &["--device", "voodoo2", "h200"]);
     refused(&words("explain --head-size 0")?, 2, &["--head-size", "0"]);
-    for option in ["batch", "query-length", "past-length", "heads", "kv-heads", "head-size"] {
-        let run = words(&format!("explain --{option} -5"))?;
-        refused(&run, 2, &["invalid value '-5'", &format!("'--{option} <")]);
-    }
     refused(&words("bench prefill --size 3by4")?, 2, &["--size", "3by4", "BATCHxLENGTH"]);
     refused(&words("bench decode --length 64..8")?, 2, &["--length", "64..8", "FIRST..LAST"]);
     refused(&words("bench decode --model gpt-2")?, 2, &["--model", "gpt-2", "llama3-8b"]);
@@ -94,6 +90,52 @@ fn mistakes_in_the_command_line_are_one_line_and_exit_code_2() -> Result {
     let run = words(&format!("run {manifest} --data x --out y"))?;
     refused(&run, 1, &[&format!("{manifest}: got malformed protobuf")]);
     refused(&words("bench prefill --against /no/such/file")?, 1, &["--against", "/no/such/file"]);
+    Ok(())
+}
+
+/// Every option that takes numbers, with numbers that it does not take: one line names it as it was
+/// typed, what was got, and what is allowed.
+#[test]
+fn numbers_that_an_option_does_not_take_name_it() -> Result {
+    let layer = ["--heads", "--kv-heads", "--head-size", "--sliding-cache", "--block-size"];
+    let sizes = ["--batch", "--query-length", "--past-length"];
+    let bench = ["--batch", "--length", "--size", "--runs", "--checked-rows"];
+    let of = |command: &'static str, options: &[&'static str]| {
+        options.iter().map(|option| (command, *option)).collect::<Vec<_>>()
+    };
+    let options = [
+        of("explain", &layer),
+        of("explain", &sizes),
+        of("explain", &["--window", "--softcap", "--scale"]),
+        of("explain --block-size 16", &["--tokens"]),
+        of("profile", &["--runs", "--only-launch", "--heads", "--past-length"]),
+        of("demo", &["--prefill", "--decode"]),
+        of("bench prefill", &["--past-length"]),
+        of("bench decode", &["--query-length"]),
+        of("bench prefill", &bench),
+        of("bench decode", &bench),
+        of("bench decode", &layer),
+        of("check /no/such/folder", &["--rtol", "--atol"]),
+    ];
+    for (command, option) in options.concat() {
+        let is_float = ["--softcap", "--scale", "--rtol", "--atol"].contains(&option);
+        let may_be_zero = is_float || option == "--past-length";
+        let huge = "99999999999999999999999999";
+        let mut wrong = vec!["-2", "ten", ""];
+        wrong.extend((!may_be_zero).then_some("0"));
+        if !is_float {
+            wrong.extend(["1e30", "1.5", huge, "-9e9"]);
+        }
+        for value in wrong {
+            if command == "explain" && option == "--scale" && value == "-2" {
+                continue;
+            }
+            let arguments = command.split(' ').chain([option, value]);
+            let run = gqa(arguments)?;
+            refused(&run, 2, &[&format!("gqa: {option}: got "), value, "; allowed: "]);
+        }
+    }
+    refused(&words("explain --heads -5")?, 2, &["--heads: got \"-5\"; allowed: 1 to 65535 (see "]);
     Ok(())
 }
 
@@ -515,6 +557,14 @@ fn explain_refuses_what_the_operator_refuses() -> Result {
         ("--head-size 516", &["--head-size: got 516; allowed: a multiple of 8"]),
         ("--head-size 24 --rotary half", &["--rotary: got ", "a --head-size that is a multiple"]),
         ("--scale nan", &["--scale: got NaN"]),
+        ("--scale 1e39", &["--scale: got inf"]),
+        ("--softcap inf", &["--softcap: got \"inf\""]),
+        ("--query-length 2147483648", &["--batch, --query-length: got (1, 2147483648, "]),
+        ("--sliding-cache 2147483648 --window 5", &["--batch, --sliding-cache: got (1, 8, 2"]),
+        (
+            "--sliding-cache 5 --window 6",
+            &["--batch, --sliding-cache: got (1, 8, 5, ", "6 rows or more, as there is --sliding"],
+        ),
         ("--window 0", &["--window: got 0"]),
         ("--window 0 --block-size 16", &["--window: got 0"]),
         ("--batch 16777216 --past-length 2000000000", &["--batch, --past-length: got (16777216"]),

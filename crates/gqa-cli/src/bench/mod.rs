@@ -27,8 +27,9 @@ use indicatif::{ProgressBar, ProgressStyle};
 use crate::Usage;
 use crate::backend::{Choice, Machine};
 use crate::input::Noise;
+use crate::options::{count, whole};
 use crate::oracle::Computed;
-use crate::shape::{Layer, Shape, count};
+use crate::shape::{Layer, Shape};
 use ceiling::Ceilings;
 use measure::measure;
 use peers::Peers;
@@ -54,7 +55,7 @@ pub struct Prefill {
     #[arg(long, value_delimiter = ',')]
     size: Vec<Size>,
     /// Rows in the cache before.
-    #[arg(long, default_value_t = 0, value_parser = clap::value_parser!(u64).range(..1 << 31))]
+    #[arg(long, default_value_t = 0, value_parser = whole(0..=(1u64 << 31) - 1))]
     past_length: u64,
     #[command(flatten)]
     common: Common,

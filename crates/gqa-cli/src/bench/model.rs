@@ -39,7 +39,7 @@ impl Model {
     pub fn parse(name: &str) -> Result<Self, String> {
         TABLE.iter().find(|model| model.name == name).copied().ok_or_else(|| {
             let names: Vec<_> = TABLE.iter().map(|model| model.name).collect();
-            format!("models are {}", names.join(", "))
+            names.join(", ")
         })
     }
 

@@ -3,7 +3,8 @@
 use std::str::FromStr;
 
 use super::model::Model;
-use crate::shape::{Element, Layer, Shape, count};
+use crate::options::count;
+use crate::shape::{Element, Layer, Shape};
 
 /// Options that name calls.
 #[derive(clap::Args)]
@@ -98,7 +99,7 @@ impl FromStr for Size {
     fn from_str(text: &str) -> Result<Self, String> {
         let size = text.split_once('x').and_then(|(b, l)| number(b).zip(number(l)));
         let size = size.map(|(batch, length)| Self { batch, length });
-        size.ok_or_else(|| "a size is BATCHxLENGTH, such as 8x2048, both at least 1".to_owned())
+        size.ok_or_else(|| format!("BATCHxLENGTH, such as 8x2048, both 1 to {}", u32::MAX))
     }
 }
 
@@ -113,7 +114,8 @@ impl FromStr for Lengths {
         let (first, last) = text.split_once("..").unwrap_or((text, text));
         let range = number(first).zip(number(last)).filter(|(first, last)| first <= last);
         let (first, last) = range.ok_or_else(|| {
-            "a length is a number of rows, such as 2048, or FIRST..LAST, such as 64..8192, all at least 1".to_owned()
+            let most = u32::MAX;
+            format!("rows, such as 2048, or FIRST..LAST, such as 64..8192, all 1 to {most}")
         })?;
         let doubling = std::iter::successors(Some(first), |length| Some(length * 2));
         Ok(Self(doubling.take_while(|&length| length <= last).collect()))
