@@ -3,10 +3,12 @@
 use crate::attention::{Attention, element_type};
 use crate::error::{invalid, ours};
 use candle::{CpuStorage, DType, Layout, Result, Storage};
-use gqa_host::backend::{IoViews, cpu::Cpu};
-use gqa_host::plan::Tensors;
+use gqa_host::backend::IoViews;
+use gqa_host::backend::cpu::{Cpu, Instructions};
+use gqa_host::plan::{PlanOptions, Tensors};
 use gqa_host::{CacheView, Problem, RowMajor, Tensor, TensorView, TensorViewMut};
 use std::ops::Range;
+use std::sync::OnceLock;
 
 /// A tensor's elements: those that it has where it is contiguous, and all from its first one on
 /// where it has strides.
@@ -115,7 +117,16 @@ fn elements<T>(array: RowMajor<T>) -> Vec<T> {
 
 /// Runs a call.
 pub(crate) fn run(problem: &Problem, io: &mut IoViews<'_>) -> Result<()> {
-    Cpu::default().run_on(problem, io).map_err(ours)
+    cpu()?.run_on(problem, io).map_err(ours)
+}
+
+/// What the environment says, which the first call reads, as a GPU's first call does: a misspelt
+/// variable is a warning, and a wrong value an error of every call.
+fn cpu() -> Result<Cpu> {
+    static CPU: OnceLock<std::result::Result<Cpu, String>> = OnceLock::new();
+    let read = || PlanOptions::from_env().and_then(|_| Instructions::from_env()).map(Cpu::new);
+    let cpu = CPU.get_or_init(|| read().map_err(|error| error.to_string()));
+    cpu.clone().map_err(candle::Error::msg)
 }
 
 /// Runs a call with the layer's own tensors.

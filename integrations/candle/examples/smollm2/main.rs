@@ -6,87 +6,21 @@
 
 mod clock;
 mod llama;
+mod options;
 mod text;
 mod ways;
 
 use candle::quantized::gguf_file::Content;
 use candle::{DType, Device, Result, Tensor};
-use clap::{Parser, ValueEnum};
+use clap::Parser;
 use llama::{Attend, Config, Llama, Logits, Weights, likeliest};
+use options::{Args, Number, Place, Way, check_room, first_line, invalid, of_file};
 use std::fs::File;
 use std::io::{BufReader, Write};
-use std::path::PathBuf;
+use std::path::Path;
+use std::process::ExitCode;
 use std::time::{Duration, Instant};
 use text::{Stream, Text, asked};
-
-#[derive(Parser)]
-struct Args {
-    /// A GGUF file of a model of Llama's architecture; without one, a model of random numbers with
-    /// the shape of Llama 3.2 1B is measured.
-    #[arg(long)]
-    model: Option<PathBuf>,
-    #[arg(long, default_value = "The capital of France is")]
-    prompt: String,
-    /// Puts the prompt as a question, in the model's chat template.
-    #[arg(long)]
-    chat: bool,
-    /// Tokens to generate.
-    #[arg(long, default_value_t = 64)]
-    tokens: usize,
-    /// One or several, with commas between: each generates the text, and measurements take turns.
-    #[arg(long, value_enum, value_delimiter = ',', default_value = "gqa")]
-    attention: Vec<Way>,
-    #[arg(long, value_enum, default_value_t = Place::Cpu)]
-    device: Place,
-    /// Element type of activations, and of dense weights.
-    #[arg(long, value_enum, default_value_t = Number::Float32)]
-    dtype: Number,
-    /// Weights in the element type, rather than quantized as in the file.
-    #[arg(long)]
-    dense: bool,
-    /// Prints the mean negative log-likelihood of this text's tokens instead of generating some.
-    #[arg(long)]
-    perplexity: Option<PathBuf>,
-    /// Measures so many tokens of context instead of generating text: prefill of as many, and
-    /// decode behind them.
-    #[arg(long)]
-    context: Option<usize>,
-    /// Repetitions of a measurement, of which the median counts.
-    #[arg(long, default_value_t = 5)]
-    repeat: usize,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, ValueEnum)]
-enum Way {
-    /// gqa's kernels, over a KV cache in place.
-    Gqa,
-    /// gqa's kernels, over a paged KV cache.
-    GqaPaged,
-    /// What candle-transformers' models do.
-    Candle,
-    /// candle-nn's flash attention, on the CPU.
-    CandleFlash,
-}
-
-#[derive(Clone, Copy, PartialEq, ValueEnum)]
-enum Place {
-    Cpu,
-    Cuda,
-}
-
-#[derive(Clone, Copy, PartialEq, ValueEnum)]
-enum Number {
-    Float32,
-    Float16,
-    Bfloat16,
-}
-
-impl std::fmt::Display for Way {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let value = self.to_possible_value();
-        f.pad(value.as_ref().map_or("", |value| value.get_name()))
-    }
-}
 
 impl Way {
     /// Room for `capacity` tokens of a sequence.
@@ -105,17 +39,28 @@ impl Way {
                 Box::new(ways::Flash::new(config, capacity, dtype, device)?)
             }
             Self::CandleFlash => {
-                candle::bail!("candle's flash attention is for the CPU in float32")
+                return Err(invalid("--attention", self, "others, unless on the CPU in float32"));
             }
         })
     }
 }
 
-fn main() -> Result<()> {
-    let args = Args::parse();
+fn main() -> ExitCode {
+    match run(&Args::parse()) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("smollm2: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(args: &Args) -> Result<()> {
     let device = match args.device {
         Place::Cpu => Device::Cpu,
-        Place::Cuda => Device::new_cuda(0)?,
+        Place::Cuda => Device::new_cuda(0).map_err(|error| {
+            invalid("--device", "cuda", format!("cpu, as {}", first_line(error)))
+        })?,
     };
     let dtype = match args.dtype {
         Number::Float32 => DType::F32,
@@ -125,20 +70,29 @@ fn main() -> Result<()> {
     let quantized = !args.dense && dtype == DType::F32;
     let weights = if quantized { Weights::Quantized } else { Weights::Dense(dtype) };
     let Some(path) = &args.model else {
+        let context = args.context.unwrap_or(8192);
+        check_room("--context", context, [args.tokens, llama_3_2_1b().context])?;
         let mut model = Llama::random(llama_3_2_1b(), dtype, &device)?;
-        return measure(&mut model, &args, args.context.unwrap_or(8192), dtype);
+        return measure(&mut model, args, context, dtype);
     };
-    let mut reader = BufReader::new(File::open(path)?);
-    let file = Content::read(&mut reader)?;
-    let mut model = Llama::from_gguf(&file, &mut reader, weights, &device)?;
+    let (mut model, text) = of_file("--model", path, read(path, weights, &device))?;
     if let Some(context) = args.context {
-        return measure(&mut model, &args, context, dtype);
+        check_room("--context", context, [args.tokens, model.config.context])?;
+        return measure(&mut model, args, context, dtype);
     }
-    let text = Text::of(&file)?;
     args.attention.iter().try_for_each(|&way| match &args.perplexity {
         Some(path) => perplexity(&mut model, &text, way, path, dtype),
-        None => generate(&mut model, &text, way, &args, dtype),
+        None => generate(&mut model, &text, way, args, dtype),
     })
+}
+
+/// The model of a GGUF file, and its tokenizer.
+fn read(path: &Path, weights: Weights, device: &Device) -> Result<(Llama, Text)> {
+    let mut reader = BufReader::new(File::open(path)?);
+    let file = Content::read(&mut reader).map_err(|error| {
+        candle::Error::Msg(format!("got no GGUF file: {}; allowed: one", first_line(error)))
+    })?;
+    Ok((Llama::from_gguf(&file, &mut reader, weights, device)?, Text::of(&file)?))
 }
 
 fn llama_3_2_1b() -> Config {
@@ -166,10 +120,11 @@ fn generate(model: &mut Llama, text: &Text, way: Way, args: &Args, dtype: DType)
     let device = &model.device().clone();
     let prompt = if args.chat { asked(&args.prompt) } else { args.prompt.clone() };
     let prompt = text.tokens(&prompt)?;
-    let capacity = prompt.len() + args.tokens;
-    if capacity > model.config.context {
-        candle::bail!("{capacity} tokens; the model takes {}", model.config.context);
+    if prompt.is_empty() {
+        return Err(invalid("--prompt", "no token", "1 or more"));
     }
+    check_room("--tokens", args.tokens, [prompt.len(), model.config.context])?;
+    let capacity = prompt.len() + args.tokens;
     let mut attend = way.attend(&model.config, capacity, dtype, device)?;
     if !args.chat {
         print!("{}", args.prompt);
@@ -198,15 +153,14 @@ fn generate(model: &mut Llama, text: &Text, way: Way, args: &Args, dtype: DType)
 }
 
 /// Prints the mean negative log-likelihood of a text's tokens, by windows of up to 1,024 of them.
-fn perplexity(
-    model: &mut Llama,
-    text: &Text,
-    way: Way,
-    path: &PathBuf,
-    dtype: DType,
-) -> Result<()> {
+fn perplexity(model: &mut Llama, text: &Text, way: Way, path: &Path, dtype: DType) -> Result<()> {
     let device = &model.device().clone();
-    let tokens = text.tokens(&std::fs::read_to_string(path)?)?;
+    let read = of_file("--perplexity", path, std::fs::read_to_string(path))?;
+    let tokens = text.tokens(&read)?;
+    if tokens.len() < 2 {
+        let got = format!("{} tokens in {}", tokens.len(), path.display());
+        return Err(invalid("--perplexity", got, "a text of 2 tokens or more"));
+    }
     let (mut sum, mut count) = (0., 0);
     for window in tokens.chunks(1024).filter(|window| window.len() > 1) {
         let (given, wanted) = (&window[..window.len() - 1], &window[1..]);

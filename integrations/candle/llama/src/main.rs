@@ -17,16 +17,22 @@ struct Args {
     #[arg(long, value_enum, default_value_t = Number::Float32)]
     dtype: Number,
     /// Prompts of so many tokens, with commas between.
-    #[arg(long, value_delimiter = ',', default_value = "1024")]
+    #[arg(
+        long,
+        value_delimiter = ',',
+        default_value = "1024",
+        value_parser = count,
+        allow_negative_numbers = true
+    )]
     context: Vec<usize>,
     /// Tokens to decode behind each prompt.
-    #[arg(long, default_value_t = 16)]
+    #[arg(long, default_value_t = 16, value_parser = count, allow_negative_numbers = true)]
     tokens: usize,
     /// Repetitions, of which the median counts.
-    #[arg(long, default_value_t = 5)]
+    #[arg(long, default_value_t = 5, value_parser = count, allow_negative_numbers = true)]
     repeat: usize,
     /// Layers, where they are to be fewer than the model's 16.
-    #[arg(long, default_value_t = 16)]
+    #[arg(long, default_value_t = 16, value_parser = count, allow_negative_numbers = true)]
     layers: usize,
     /// Leaves out candle's own attention, whose scores are a matrix of float32 for each head.
     #[arg(long)]
@@ -44,6 +50,14 @@ enum Number {
     Float32,
     Float16,
     Bfloat16,
+}
+
+/// Tokens, repetitions or layers; the model takes sequences of 131,072 tokens, and has positions
+/// for as many of `--context` with `--tokens`.
+fn count(text: &str) -> std::result::Result<usize, String> {
+    const MOST: usize = 1 << 16;
+    let number = text.parse().ok().filter(|number| (1..=MOST).contains(number));
+    number.ok_or_else(|| format!("allowed: 1 to {MOST}"))
 }
 
 fn main() -> Result<()> {

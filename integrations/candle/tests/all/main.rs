@@ -7,6 +7,7 @@ mod clock;
 mod definition;
 mod devices;
 mod doors;
+mod environment;
 mod flash;
 #[cfg(feature = "cuda")]
 mod gpu;
@@ -14,6 +15,8 @@ mod gpu;
 #[expect(dead_code, reason = "the example reads files, too")]
 mod llama;
 mod model;
+#[path = "../../examples/smollm2/options.rs"]
+mod options;
 mod quantized;
 mod refusal;
 mod smollm2;
