@@ -10,6 +10,7 @@ else on the CPU.
 """
 
 import ctypes
+import importlib.util
 import itertools
 import json
 import os
@@ -240,6 +241,24 @@ class RandomModel(unittest.TestCase):
         options.register_custom_ops_library(LIBRARY)
         for _ in range(2):
             onnxruntime.InferenceSession(self.model(), options, providers=[PROVIDER])
+
+    def test_what_has_no_options_is_refused_by_name(self):
+        folder = os.path.join(os.path.dirname(os.path.abspath(__file__)), "../crates/gqa-ort/python/gqa_onnxruntime")
+        spec = importlib.util.spec_from_file_location("gqa_onnxruntime", os.path.join(folder, "__init__.py"))
+        package = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(package)
+        for given, got in [(None, "NoneType"), (session(self.model(), THEIRS), "InferenceSession"), ("cpu", "str"),
+                           (onnxruntime.SessionOptions, "the class SessionOptions")]:
+            with self.assertRaisesRegex(TypeError, f"^session_options: got {got}; allowed: an onnxruntime.SessionOptions"):
+                package.register(given)
+
+    def test_a_misspelt_variable_is_reported_once_and_a_wrong_value_refused(self):
+        code = "import sys; import ort; [ort.session(ort.RandomModel().model(), True) for _ in range(2)]"
+        def run(**variables):
+            return subprocess.run([sys.executable, "-c", code, LIBRARY], cwd=os.path.dirname(__file__) or ".",
+                                  env={**os.environ, **variables}, capture_output=True, text=True)
+        self.assertEqual(run(GQA_SPLIT="2").stderr.count("environment variable GQA_SPLIT is no option"), 1)
+        self.assertIn('environment variable GQA_SPLITS: got "0"; allowed: 1 to 128', run(GQA_SPLITS="0").stderr)
 
     def test_the_log_names_each_call(self):
         code = "import ort; ort.Engine(ort.RandomModel().model(), {}).generate([1, 2, 3], 2)"

@@ -38,7 +38,9 @@ fn environment_variables_are_documented() {
          set. A value that a variable does not take is an error; a `GQA_*` name that is not in the\n\
          table is a warning in the log.\n\n{}\n\
          `cargo gqa doctor` lists those that are set. A variable changes plans that are made after it\n\
-         was read: the program reads them when it starts, the library in `PlanOptions::from_env`.\n",
+         was read: the program reads them when it starts, the library in `PlanOptions::from_env`. The\n\
+         packages for Python and ONNX Runtime report unknown names and wrong values when they are\n\
+         imported or registered, candle's crate at its first call, on a GPU or on the CPU.\n",
         environment::markdown()
     );
     check("env.md", &text);

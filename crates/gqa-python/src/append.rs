@@ -1,6 +1,7 @@
 //! New keys and values go into a KV cache on the CPU, and queries and keys rotate.
 
 use crate::array::Array;
+use crate::attend::check_keys_and_values;
 use crate::element::Element;
 use crate::error::invalid;
 use crate::heads::Heads;
@@ -60,7 +61,7 @@ impl<'a, T: Element> Append<'a, T> {
     /// Where arrays do not agree, and where there is no room for the tokens.
     pub fn of(arrays: &'a Arrays, given: &Given) -> PyResult<Self> {
         let q = Heads::<T>::of(&arrays.q, 4, "(batch, rows, heads, size)")?;
-        let [keys, values] = cache(arrays, given.table.is_some())?;
+        let [keys, values] = cache(arrays, &q, given.table.is_some())?;
         let new = new_rows(arrays, &q, &keys)?;
         check_memory(arrays)?;
         let Turning { interleaved, advances } = arrays.turning;
@@ -106,22 +107,16 @@ impl<'a, T: Element> Append<'a, T> {
     }
 }
 
-/// Keys and values of the cache.
-fn cache<T: Element>(arrays: &Arrays, paged: bool) -> PyResult<[Heads<T>; 2]> {
+/// Keys and values of the cache, for queries of these heads.
+fn cache<T: Element>(arrays: &Arrays, q: &Heads<T>, paged: bool) -> PyResult<[Heads<T>; 2]> {
     let described = match paged {
         true => "(blocks, rows of a block, KV heads, size)",
         false => "(batch, keys, KV heads, size)",
     };
     let keys = Heads::<T>::of(&arrays.key_cache, 4, described)?;
     let values = Heads::<T>::of(&arrays.value_cache, 4, described)?;
-    match arrays.value_cache.shape == arrays.key_cache.shape {
-        true => Ok([keys, values]),
-        false => {
-            let [got, allowed] =
-                [&arrays.value_cache, &arrays.key_cache].map(|array| format!("{:?}", array.shape));
-            Err(invalid("v_cache", got, allowed))
-        }
-    }
+    check_keys_and_values(q, &keys, &arrays.key_cache, &arrays.value_cache)?;
+    Ok([keys, values])
 }
 
 /// Rows of new tokens, of the cache's heads: as many of k as of v.
@@ -132,7 +127,7 @@ fn new_rows<T: Element>(
 ) -> PyResult<[Heads<T>; 2]> {
     let rows = arrays.k.shape.get(1).copied().unwrap_or_default();
     let expected = [q.entries, rows, cache.heads, q.size];
-    let of = |new: &Array| match new.shape == expected && cache.size == q.size {
+    let of = |new: &Array| match new.shape == expected {
         true => Heads::of(new, 4, "(batch, new tokens, KV heads, size)"),
         false => Err(invalid(new.name, format!("{:?}", new.shape), format!("{expected:?}"))),
     };

@@ -125,18 +125,28 @@ fn heads<T: Element>(arrays: &Arrays, varlen: bool, paged: bool) -> PyResult<[He
     };
     let k = Heads::<T>::of(&arrays.k, dimensions, described)?;
     let v = Heads::<T>::of(&arrays.v, dimensions, described)?;
-    if k.heads == 0 || q.heads == 0 || q.heads % k.heads != 0 || k.size != q.size {
-        let got = format!("{:?}", arrays.k.shape);
-        let (heads, size) = (q.heads, q.size);
+    check_keys_and_values(&q, &k, &arrays.k, &arrays.v)?;
+    Ok([q, k, v])
+}
+
+/// Errs unless keys have heads that q's can share, and values are like them: of a call, or in a KV
+/// cache, whose names the arrays have.
+pub fn check_keys_and_values<T>(
+    q: &Heads<T>,
+    keys: &Heads<T>,
+    k: &Array,
+    v: &Array,
+) -> PyResult<()> {
+    let &Heads { heads, size, .. } = q;
+    if keys.heads == 0 || heads == 0 || heads % keys.heads != 0 || keys.size != size {
         let allowed =
             format!("heads of {size} elements, and a number of KV heads that divides q's {heads}");
-        return Err(invalid(arrays.k.name, got, allowed));
+        return Err(invalid(k.name, format!("{:?}", k.shape), allowed));
     }
-    if arrays.v.shape != arrays.k.shape {
-        let (got, allowed) = (&arrays.v.shape, &arrays.k.shape);
-        return Err(invalid(arrays.v.name, format!("{got:?}"), format!("{allowed:?}")));
+    match v.shape == k.shape {
+        true => Ok(()),
+        false => Err(invalid(v.name, format!("{:?}", v.shape), format!("{:?}", k.shape))),
     }
-    Ok([q, k, v])
 }
 
 /// A number for each head.

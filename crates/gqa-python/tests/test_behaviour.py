@@ -153,13 +153,22 @@ def test_tensors_that_torch_negates():
         gqa.flash_attn_with_kvcache(q, k, v, plain[1], plain[2], cache_seqlens=0)
 
 
-def logged(level):
+def logged(level="warn", **variables):
     """What a call leaves on stderr."""
     code = "import gqa, numpy as np; q = np.ones((2, 5, 4, 16), 'f4'); gqa.flash_attn_func(q, q, q)"
-    environment = {**os.environ, "GQA_LOG": level}
+    environment = {**os.environ, "GQA_LOG": level, **variables}
     command = [sys.executable, "-c", code]
     ran = subprocess.run(command, env=environment, capture_output=True, text=True)
     return ran.returncode, ran.stderr
+
+
+def test_a_misspelt_variable_is_reported_and_a_wrong_value_refused():
+    """On the CPU, too, for which most of them have no meaning."""
+    code, lines = logged(GQA_SPLIT="2")
+    assert code == 0 and lines.count("environment variable GQA_SPLIT is no option") == 1, lines
+    code, lines = logged(GQA_SPLITS="0")
+    assert code != 0
+    assert 'environment variable GQA_SPLITS: got "0"; allowed: 1 to 128' in lines
 
 
 def test_calls_are_logged():

@@ -1037,7 +1037,7 @@ class Cases:
         for named, change in (
             ("dropout_p", {"dropout_p": 0.1}),
             ("k", {"k": k.half()}),
-            ("k", {"k": k.numpy() if k.device.type == "cpu" else k.cpu()}),
+            *([] if k.device.type == "cpu" else [("k", {"k": k.cpu()})]),
             ("k", {"k": k[:1], "v": v[:1]}),
             ("k", {"k": k[..., :3, :], "v": v[..., :3, :]}),
             ("v", {"v": v[:, :2]}),
@@ -1060,6 +1060,25 @@ class Cases:
         ):
             with self.subTest(named), self.assertRaisesRegex(TypeError, f"^{named}: got "):
                 gqa.flash_attn_func(q, k, v, **{named: wrong})
+        with self.assertRaisesRegex(TypeError, "^k: got ndarray; allowed: a tensor on "):
+            gqa.flash_attn_func(q, k.cpu().numpy(), v)
+
+    def test_what_is_no_tensor_is_named_and_new_rows_by_their_own_name(self):
+        q, k, v = (torch.randn(2, 1, n, 16, device=self.device) for n in (4, 2, 2))
+        given = {"k_cache": torch.zeros(2, 16, 2, 16, device=self.device), "k": k, "v": v}
+        given |= {"v_cache": torch.zeros_like(given["k_cache"]), "cache_seqlens": 3}
+        for named, wrong, error in (
+            ("k_cache", None, TypeError),
+            ("v_cache", "a", TypeError),
+            ("k", "a", TypeError),
+            ("v", [1.0], TypeError),
+            ("block_table", "a", TypeError),
+            ("k", k[:, :, :1], ValueError),
+            ("v", v[:, :, :1], ValueError),
+            ("k", k[..., :8], ValueError),
+        ):
+            with self.subTest(named), self.assertRaisesRegex(error, f"^{named}: got "):
+                gqa.flash_attn_with_kvcache(q, **{**given, named: wrong})
 
     def test_a_callers_error_about_a_cache_is_named(self):
         q, k, v = (torch.randn(2, 3, 4, 16, device=self.device) for _ in "qkv")
@@ -1099,7 +1118,6 @@ class Cases:
             ("k_descale", both(heads[:1].expand(3).clone())),
             ("k_descale", both(torch.ones(2, 2, device=self.device))),
             ("k_descale", both(torch.ones(2, 16, device=self.device))),
-            ("k_descale", both(1.0)),
             ("v_descale", {"k_descale": one, "v_descale": heads}),
             ("v_descale", {"v_descale": heads}),
             ("k_descale", numbers | both(one)),
@@ -1109,11 +1127,14 @@ class Cases:
             ("k_cache", {"k_cache": codes.view(torch.uint8), "v_cache": codes.view(torch.uint8)}),
             ("k_cache", {"q": q[..., :31], "k_cache": halves, "v_cache": halves}),
             ("k_cache", {"k_cache": new.half(), "v_cache": new.half()}),
-            ("k_cache", {"k_cache": None}),
             ("k", {"k": codes[:, :3], "v": codes[:, :3], "cache_seqlens": 0}),
         ):
             given = {"q": q, "k_cache": codes, "v_cache": codes} | change
             with self.subTest(named), self.assertRaisesRegex(ValueError, f"^{named}: got "):
+                gqa.flash_attn_with_kvcache(**given)
+        for named, change in (("k_descale", both(1.0)), ("k_cache", {"k_cache": None})):
+            given = {"q": q, "k_cache": codes, "v_cache": codes} | change
+            with self.subTest(named), self.assertRaisesRegex(TypeError, f"^{named}: got "):
                 gqa.flash_attn_with_kvcache(**given)
         rows, starts = q.flatten(0, 1), torch.tensor([0, 6], dtype=torch.int32)
         with self.assertRaisesRegex(ValueError, "^k_descale, v_descale: got "):

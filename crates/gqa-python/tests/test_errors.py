@@ -241,6 +241,39 @@ def test_a_row_of_the_cache_takes_one_new_token(change, size):
              block_table=i4([1], [0], [0]), cache_seqlens=i4(2, 0, 0), **change)
 
 
+@pytest.mark.parametrize("given", [{}, {"k": None, "v": None}], ids=["appended", "read"])
+@pytest.mark.parametrize("table", [None, [[0], [1]]], ids=["dense", "paged"])
+def test_a_wrong_cache_has_its_own_name(table, given):
+    """Not that of what is appended to it."""
+    call, cache = cache_call(2)
+    if table is not None:
+        given = {**given, "block_table": np.array(table, np.int32)}
+    else:
+        cache = [array[:2] for array in cache]
+    zeros = lambda *shape: np.zeros(shape, np.float32)
+    for keys, values, named in (
+        (zeros(2, 16, 3, 16), zeros(2, 16, 3, 16), "k_cache"),
+        (zeros(2, 16, 2, 8), zeros(2, 16, 2, 8), "k_cache"),
+        (zeros(2, 16, 0, 16), zeros(2, 16, 0, 16), "k_cache"),
+        (zeros(2, 16, 32), zeros(2, 16, 32), "k_cache"),
+        (cache[0], zeros(2, 16, 1, 16), "v_cache"),
+        (cache[0], zeros(2, 15, 2, 16), "v_cache"),
+        (cache[0], zeros(2, 16, 32), "v_cache"),
+        (cache[0].astype("float16"), cache[1], "k_cache"),
+        (cache[0], cache[1].astype("float16"), "v_cache"),
+    ):
+        appended(call, [keys, values], f"{named}: got", **given)
+    if given.get("k", 0) is None:
+        return
+    for new, named in (
+        ({"k": zeros(2, 1, 1, 16)}, "k"),
+        ({"v": zeros(2, 1, 1, 16)}, "v"),
+        ({"k": zeros(2, 1, 2, 8)}, "k"),
+        ({"v": zeros(2, 2, 2, 16)}, "v"),
+    ):
+        appended(call, cache, f"{named}: got", **given, **new)
+
+
 def test_sequences_may_share_what_they_read():
     """A prefix in one block, and blocks or entries that are only read."""
     call, cache = cache_call(2)

@@ -18,4 +18,10 @@ def library_path():
 
 def register(session_options):
     """Lets sessions with these options run GroupQueryAttention with the library's kernels."""
-    session_options.register_custom_ops_library(library_path())
+    is_class = isinstance(session_options, type)
+    register_library = getattr(session_options, "register_custom_ops_library", None)
+    if is_class or register_library is None:
+        got = f"the class {session_options.__name__}" if is_class else type(session_options).__name__
+        allowed = "an onnxruntime.SessionOptions, which a session is then made with"
+        raise TypeError(f"session_options: got {got}; allowed: {allowed}")
+    register_library(library_path())

@@ -4,6 +4,8 @@ use super::families::FAMILIES;
 use super::family::Family;
 use super::options::{Fold, PlanOption, PlanOptions, is_cluster, is_splits};
 use gqa_tensor::{Error, Result};
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::{Mutex, PoisonError};
 
 /// An environment variable that sets a plan option.
 #[derive(Clone, Copy, Debug)]
@@ -144,8 +146,8 @@ pub static AIDS: [(&str, &str, &str); 4] = [
         "`amx`, `avx512`, `avx2`, `neon` or `scalar`",
         "instructions of attention on the CPU, of those that the processor has; the widest where \
          it is not set, and for conversions between types of numbers. `amx` is `avx512` with tiles \
-         for prefill in bfloat16. The program and the packages for Python and ONNX Runtime read \
-         it, the library in `Instructions::from_env`",
+         for prefill in bfloat16. The program, candle's crate and the packages for Python and ONNX \
+         Runtime read it, the library in `Instructions::from_env`",
     ),
     (
         LOG,
@@ -174,7 +176,8 @@ pub fn log_level() -> Result<tracing::Level> {
 
 impl PlanOptions {
     /// Reads the process environment. Unknown `GQA_*` names are reported through `tracing` as
-    /// warnings.
+    /// warnings, each once. A program that computes on the CPU, where plan options have no effect,
+    /// calls this once, too, so that a misspelt name or a wrong value is reported on any machine.
     ///
     /// # Errors
     ///
@@ -191,7 +194,7 @@ impl PlanOptions {
     /// # Errors
     /// [`Error::Switch`] where a variable does not take its value.
     pub fn from_variables(variables: impl IntoIterator<Item = (String, String)>) -> Result<Self> {
-        let variables: std::collections::BTreeMap<_, _> = variables.into_iter().collect();
+        let variables: BTreeMap<_, _> = variables.into_iter().collect();
         let mut options = Self::default();
         for variable in &TABLE {
             let names = [Some(variable.name()), variable.alias];
@@ -205,13 +208,21 @@ impl PlanOptions {
                 })?;
             }
         }
-        for name in variables.keys().filter(|name| unknown(name)) {
+        for name in first_told(variables.into_keys().filter(|name| unknown(name))) {
             tracing::warn!(
                 "environment variable {name} is no option of this library and has no effect"
             );
         }
         Ok(options)
     }
+}
+
+/// Those of the names that this process has not been told of yet: options are read for each GPU,
+/// and again by a door that computes on the CPU.
+fn first_told(names: impl Iterator<Item = String>) -> Vec<String> {
+    static TOLD: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
+    let mut told = TOLD.lock().unwrap_or_else(PoisonError::into_inner);
+    names.filter(|name| told.insert(name.clone())).collect()
 }
 
 /// Both tables as Markdown, for the documentation.
@@ -294,5 +305,14 @@ mod tests {
         assert_eq!(read(&[("GQA_TURBO", "1")]).unwrap(), PlanOptions::default());
         assert!(unknown("GQA_TURBO") && !unknown("GQA_SPLITS") && !unknown("HOME"));
         assert!(!unknown("GQA_DUMP") && !unknown("GQA_LOG"));
+    }
+
+    #[test]
+    fn unknown_names_are_told_once() {
+        let names = ["GQA_TELL_A", "GQA_TELL_B"];
+        let told = |names: &[&str]| first_told(names.iter().map(|name| name.to_string()));
+        assert_eq!(told(&names[..1]), names[..1]);
+        assert_eq!(told(&names), names[1..]);
+        assert!(told(&names).is_empty());
     }
 }

@@ -10,7 +10,7 @@ from torch import Tensor
 from gqa import _fallback, _gqa, _quantized, _steps, _strides
 from gqa._cpu import check_in_memory
 from gqa._errors import invalid, mistyped
-from gqa._flash import Places, Scores, Step, block_size
+from gqa._flash import Places, Scores, Step, _shape, block_size
 from gqa._launch import ELEMENTS, Planned, Tensors, filled, keeps, launches, plan, rising, run
 from gqa._quantized import FORMATS, Cache, Rope
 
@@ -183,9 +183,11 @@ def latent(
 def merge(outputs: list[Any], log_sum_exps: list[Any]) -> tuple[Tensor, Tensor]:
     for name, tensors in (("outputs", outputs), ("log_sum_exps", log_sum_exps)):
         for tensor in tensors:
-            if not isinstance(tensor, torch.Tensor) or tensor.device != outputs[0].device:
-                got = getattr(tensor, "device", type(tensor).__name__)
-                raise invalid(name, f"a tensor on {got}", f"{outputs[0].device}, as the first")
+            device = outputs[0].device
+            if not isinstance(tensor, torch.Tensor):
+                raise mistyped(name, type(tensor).__name__, f"a tensor on {device}, as the first")
+            if tensor.device != device:
+                raise invalid(name, f"a tensor on {tensor.device}", f"{device}, as the first")
     return _fallback.merge(outputs, log_sum_exps)
 
 
@@ -218,24 +220,33 @@ def _check(
 ) -> None:
     """Errs unless q and two tensors of heads, which have names, agree: these have q's type and size
     if no other ones are given."""
-    if q.dtype not in ELEMENTS:
-        raise invalid("q", q.dtype, "float32, float16 or bfloat16")
-    dtype, size = q.dtype if dtype is None else dtype, q.shape[-1] if size is None else size
-    heads, device = q.shape[-2], q.device
+    _check_types(q, pair, dimensions, dtype)
+    size, heads = q.shape[-1] if size is None else size, q.shape[-2]
     (first_name, first), (second_name, second) = pair.items()
-    for name, tensor in pair.items():
-        if not isinstance(tensor, torch.Tensor) or tensor.device != device:
-            got = getattr(tensor, "device", type(tensor).__name__)
-            raise invalid(name, f"a tensor on {got}", f"{device}, as q")
-        if tensor.dtype != dtype or tensor.dim() != dimensions:
-            got = f"{tensor.dtype} {tuple(tensor.shape)}"
-            raise invalid(name, got, f"{dtype} of {dimensions} dimensions")
     of_kv = first.shape[-2:]
     if of_kv[1] != size or of_kv[0] == 0 or heads == 0 or heads % of_kv[0]:
         allowed = f"heads of {size} elements, and a number of KV heads that divides q's {heads}"
         raise invalid(first_name, tuple(first.shape), allowed)
     if first.shape != second.shape:
         raise invalid(second_name, tuple(second.shape), tuple(first.shape))
+
+
+def _check_types(
+    q: Tensor, pair: dict[str, Any], dimensions: int, dtype: torch.dtype | None = None
+) -> None:
+    """Errs unless q and tensors, which have names, are of one device and type, or of another type
+    that is given, and these of so many dimensions."""
+    if q.dtype not in ELEMENTS:
+        raise invalid("q", q.dtype, "float32, float16 or bfloat16")
+    dtype, device = q.dtype if dtype is None else dtype, q.device
+    for name, tensor in pair.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise mistyped(name, type(tensor).__name__, f"a tensor on {device}, as q")
+        if tensor.device != device:
+            raise invalid(name, f"a tensor on {tensor.device}", f"{device}, as q")
+        if tensor.dtype != dtype or tensor.dim() != dimensions:
+            got = f"{tensor.dtype} {tuple(tensor.shape)}"
+            raise invalid(name, got, f"{dtype} of {dimensions} dimensions")
 
 
 def _aligned(tensor: Tensor) -> Tensor:
@@ -281,7 +292,7 @@ def _tensor(name: str, given: Any) -> Tensor:
 
 
 def _table(table: Any, device: torch.device, count: int) -> Tensor:
-    shape = tuple(getattr(table, "shape", ()))
+    shape = _shape("block_table", table)
     if len(shape) != 2:
         raise invalid("block_table", shape, f"({count}, blocks of a sequence)")
     return _integers("block_table", table, device, (count, shape[1]))
@@ -292,7 +303,7 @@ def _starts(
 ) -> tuple[tuple[Tensor, Any], Tensor | None, tuple[int, int]]:
     """cu_seqlens of rows and keys, or the numbers of keys, on the GPU, and bounds of the longest
     sequence's."""
-    shape = tuple(getattr(starts[0], "shape", ()))
+    shape = _shape("cu_seqlens_q", starts[0])
     if len(shape) != 1 or shape[0] < 1:
         raise invalid("cu_seqlens_q", shape, "(sequences + 1,)")
     if shape[0] == 1:
@@ -715,11 +726,13 @@ def _rope(rope: tuple[Any, Any, bool], q: Tensor) -> Rope:
 def _new(
     q: Tensor, new: tuple[Any, Any], k_cache: Tensor, table: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    _check(q, dict(zip("kv", new)), 4)
+    pair = dict(zip("kv", new))
+    _check_types(q, pair, 4)
     rows = new[0].shape[1]
     expected = q.shape[0], rows, k_cache.shape[2], q.shape[-1]
-    if tuple(new[0].shape) != expected:
-        raise invalid("k", tuple(new[0].shape), expected)
+    for name, tensor in pair.items():
+        if tuple(tensor.shape) != expected:
+            raise invalid(name, tuple(tensor.shape), expected)
     room = _room(k_cache, table)
     if rows > room:
         raise invalid("k", f"{rows} new tokens", f"up to {room}")

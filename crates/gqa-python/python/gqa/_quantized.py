@@ -5,7 +5,7 @@ from typing import Any, NamedTuple, Optional
 import torch
 from torch import Tensor
 
-from gqa._errors import invalid
+from gqa._errors import invalid, mistyped
 from gqa._launch import ones
 
 # Older versions have none.
@@ -129,9 +129,10 @@ def _scale(
     if scale is None:
         return "tensor", ones(device)
     heads, size = sizes
-    if not isinstance(scale, torch.Tensor) or scale.device != device:
-        got = getattr(scale, "device", type(scale).__name__)
-        raise invalid(name, f"a tensor on {got}", f"one on {device}, as the KV cache")
+    if not isinstance(scale, torch.Tensor):
+        raise mistyped(name, type(scale).__name__, f"a tensor on {device}, as the KV cache")
+    if scale.device != device:
+        raise invalid(name, f"a tensor on {scale.device}", f"one on {device}, as the KV cache")
     per = _per(scale, heads, size)
     if scale.dtype != torch.float32 or per is None:
         got = f"{scale.dtype} {tuple(scale.shape)}, strides {scale.stride()}"
