@@ -4,6 +4,7 @@ use crate::{Case, Positions};
 use float8::F8E4M3;
 use gqa_host::backend::Backend;
 use gqa_host::op::{Inputs, KvCache, Outputs};
+use gqa_host::plan::TensorId;
 use gqa_host::reference::Reference;
 use gqa_host::{DType, Layout, Problem, QuantFormat, Quantization, Result, Scales, Tensor};
 use ndarray::{ArrayD, IxDyn};
@@ -147,6 +148,7 @@ impl Call {
         }
         let mut scales = self.past.as_ref().and_then(|past| past.scales.clone());
         let mut io = outputs.io(&self.inputs());
+        io.inputs = io.inputs.only_of(&problem);
         io.row_scales = scales.as_mut().map(|scales| scales.each_mut());
         backend.run(&problem, &mut io)?;
         Ok(Results { outputs, scales })
@@ -156,13 +158,15 @@ impl Call {
     /// more.
     pub fn reference_after(&self, cache: &Results) -> Result<Results> {
         let problem = self.problem()?;
-        let mut outputs = Outputs::new(&problem)?;
+        let (mut outputs, problem) = (Outputs::new(&problem)?, problem.appended());
         outputs.present_key = cache.present_key.clone();
         outputs.present_value = cache.present_value.clone();
         let mut scales = cache.scales.clone();
         let mut io = outputs.io(&self.inputs());
+        io.inputs = io.inputs.only_of(&problem);
+        io.inputs = io.inputs.with(TensorId::Key, None).with(TensorId::Value, None);
         io.row_scales = scales.as_mut().map(|scales| scales.each_mut());
-        Reference.run(&problem.appended(), &mut io)?;
+        Reference.run(&problem, &mut io)?;
         Ok(Results { outputs, scales })
     }
 

@@ -329,6 +329,7 @@ impl Given {
         let rotary = self.rotary.as_ref();
         let of_rows = self.scales.as_ref().filter(|_| problem.has_row_scales());
         let mut of_rows = of_rows.map(|scales| [scales.clone(), scales.clone()]);
+        let of_all = self.scales.as_ref().filter(|_| !problem.has_row_scales());
         let new = self.new.as_ref();
         let inputs = Tensors::default()
             .with(TensorId::Query, &self.query)
@@ -339,8 +340,8 @@ impl Given {
             .with(TensorId::BlockTable, &self.table)
             .with(TensorId::CosCache, rotary.map(|[cos, _]| cos))
             .with(TensorId::SinCache, rotary.map(|[_, sin]| sin))
-            .with(TensorId::KScale, self.scales.as_ref())
-            .with(TensorId::VScale, self.scales.as_ref())
+            .with(TensorId::KScale, of_all)
+            .with(TensorId::VScale, of_all)
             .with(TensorId::TreeMask, self.words.as_ref())
             .with(TensorId::HeadSink, self.head_sink.as_ref());
         let mut io = Io {

@@ -198,7 +198,7 @@ impl Call {
         let inputs = self.inputs.iter();
         let inputs = inputs.fold(Tensors::default(), |all, (id, tensor)| all.with(*id, tensor));
         let mut io = Io {
-            inputs,
+            inputs: inputs.only_of(p),
             output: &mut output,
             present_key: &mut present_key,
             present_value: &mut present_value,

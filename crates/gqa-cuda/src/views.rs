@@ -29,6 +29,11 @@ impl<'a> DeviceView<'a> {
         Self { strides: Some(strides), ..self }
     }
 
+    /// Whether some dimension is 0.
+    fn is_empty(&self) -> bool {
+        self.shape.contains(&0)
+    }
+
     /// Whether it is what a call wants.
     fn fits(&self, spec: &TensorSpec) -> bool {
         self.dtype == spec.dtype
@@ -50,11 +55,15 @@ impl std::fmt::Display for DeviceView<'_> {
 /// The tensors of a call by their role.
 pub type Views<'a> = Tensors<DeviceView<'a>>;
 
-/// Checks that every tensor of the plan's problem is present with its type, shape and strides.
+/// Checks that every tensor of the plan's problem is present with its type, shape and strides, and
+/// no other one. One without elements is optional.
 pub(super) fn check(views: &Views<'_>, plan: &Plan) -> Result<()> {
-    for (id, spec) in plan.tensors().iter().filter(|(_, spec)| !spec.is_empty()) {
+    let mut known = 0;
+    for (id, spec) in plan.tensors() {
         let view = views.get(*id);
-        if !view.is_some_and(|view| view.fits(spec)) {
+        known += usize::from(view.is_some());
+        let optional = spec.is_empty() && view.is_none_or(DeviceView::is_empty);
+        if !optional && !view.is_some_and(|view| view.fits(spec)) {
             let got = view.map_or("nothing".to_owned(), ToString::to_string);
             let place = |strides| format!("{strides:?}, 16-byte aligned");
             let place = spec.strides.map_or("contiguous, 16-byte aligned".to_owned(), place);
@@ -62,7 +71,19 @@ pub(super) fn check(views: &Views<'_>, plan: &Plan) -> Result<()> {
             return Err(Error::invalid(id.name(), got, allowed));
         }
     }
-    Ok(())
+    if views.iter().count() == known { Ok(()) } else { foreign(views, plan) }
+}
+
+/// Errs where there is a tensor with elements that the plan's problem lacks.
+#[cold]
+fn foreign(views: &Views<'_>, plan: &Plan) -> Result<()> {
+    let is_known = |id| plan.tensors().iter().any(|(known, _)| *known == id);
+    match views.iter().find(|(id, view)| !view.is_empty() && !is_known(*id)) {
+        Some((id, view)) => {
+            Err(Error::invalid(id.name(), view.to_string(), "none, as the problem has none"))
+        }
+        None => Ok(()),
+    }
 }
 
 /// The address of a tensor; 0 where the call has none.

@@ -212,6 +212,29 @@ fn tensors_that_overlap_what_is_written_are_refused_by_both_names() {
     });
 }
 
+#[test]
+fn a_tensor_that_the_plan_lacks_is_refused_by_name() {
+    with_fake_driver(&[], |fake| {
+        let call = Tensors::of(&step());
+        let at = call.at(TensorId::Query);
+        let with = |id, shape| call.views().with(id, DeviceView::new(at, DType::BF16, shape));
+        for (id, name) in [(TensorId::HeadSink, "head_sink"), (TensorId::Lse, "lse")] {
+            let error = call.refused(fake, &with(id, &[4]), call.scratch());
+            let want =
+                format!("{name}: got bfloat16 [4] at {at:#x}; allowed: none, as the problem");
+            assert!(error.starts_with(&want), "{error}");
+        }
+        // One without elements says nothing.
+        call.enqueue(&with(TensorId::HeadSink, &[0]), call.scratch()).unwrap();
+
+        let reads = Dense::decode(1, 1024).nothing_new();
+        let call = Tensors::of(&layer().dense(reads).unwrap());
+        let key = DeviceView::new(call.at(TensorId::Query), DType::BF16, &[1, 1, 256]);
+        let error = call.refused(fake, &call.views().with(TensorId::Key, key), call.scratch());
+        assert!(error.starts_with("key: got bfloat16 [1, 1, 256] at "), "{error}");
+    });
+}
+
 /// Query and output of each token lie side by side in one buffer.
 #[test]
 fn slices_of_one_buffer_do_not_overlap() {

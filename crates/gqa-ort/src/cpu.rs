@@ -6,7 +6,7 @@ use crate::value::Value;
 use gqa_host::backend::IoViews;
 use gqa_host::backend::cpu::{Cpu, Executor};
 use gqa_host::plan::{TensorId, Tensors};
-use gqa_host::{CacheBinding, Error, Problem, Tensor, TensorViewMut};
+use gqa_host::{Error, Problem, Tensor, TensorViewMut};
 
 /// Computes a call on those threads.
 ///
@@ -53,10 +53,10 @@ pub unsafe fn run(
     Ok(cpu.run_by(executor, problem, &mut io)?)
 }
 
-/// Whether an input is only read: a cache that past and present share is written.
+/// Whether an input is only read: a cache that past and present share is written, and for some
+/// inputs a node's attributes have no use.
 fn is_read(id: TensorId, problem: &Problem) -> bool {
-    let is_past = matches!(id, TensorId::PastKey | TensorId::PastValue);
-    !(id.is_output() || is_past && problem.cache == CacheBinding::Shared)
+    !id.is_output() && id.spec(problem).is_some()
 }
 
 /// Memory for what the node does not have as an output: it is computed and dropped.

@@ -249,6 +249,18 @@ impl<T> Tensors<T> {
         self
     }
 
+    /// Those that a call of `problem` reads or writes: an operator may have inputs for which its
+    /// attributes have no use.
+    pub fn only_of(self, problem: &Problem) -> Self {
+        let mut all = self;
+        for (id, value) in TensorId::ALL.into_iter().zip(&mut all.0) {
+            if value.is_some() && id.spec(problem).is_none() {
+                *value = None;
+            }
+        }
+        all
+    }
+
     /// What `f` makes of each.
     pub fn map<U>(self, mut f: impl FnMut(T) -> U) -> Tensors<U> {
         Tensors(self.0.map(|value| value.map(&mut f)))

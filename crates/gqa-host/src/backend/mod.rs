@@ -65,8 +65,8 @@ pub trait Backend: Send + Sync {
     ///
     /// # Errors
     ///
-    /// Where tensors do not match the problem, where lengths, positions or block tables lead
-    /// outside of the tensors that they index, where no kernel supports the problem, where memory
+    /// Where tensors do not match the problem, where there is one that the problem lacks, where
+    /// lengths, positions or block tables lead outside of the tensors that they index, where no kernel supports the problem, where memory
     /// is too small, and where the GPU fails.
     fn run(&self, problem: &Problem, io: &mut Io<'_>) -> Result<()>;
 }
@@ -89,10 +89,11 @@ pub trait Machine: Backend {
     fn execute(&self, plan: &gqa_plan::plan::Plan, io: &mut Io<'_>) -> Result<()>;
 }
 
-/// Runs `problem` on `backend`, as every operator of [`op`](crate::op) does: writes a log line, and
-/// dumps the tensors if `GQA_DUMP` names a folder.
+/// Runs `problem` on `backend`, as every operator of [`op`](crate::op) does: drops inputs for which
+/// the operator has no use, writes a log line, and dumps the tensors if `GQA_DUMP` names a folder.
 pub(crate) fn run(backend: &dyn Backend, problem: &Problem, io: &mut Io<'_>) -> Result<()> {
     tracing::debug!(backend = backend.name(), call = %problem, "run");
+    io.inputs = io.inputs.only_of(problem);
     match dump::folder()? {
         None => backend.run(problem, io),
         Some(folder) => dump::Dumped::new(backend, folder).run(problem, io),

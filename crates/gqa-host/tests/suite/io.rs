@@ -150,34 +150,48 @@ fn a_tensor_that_is_missing_or_not_wanted_is_refused() {
     answers(call.run(|_| ()), "output_qk: got a tensor; allowed: none, as the problem has none");
 }
 
-/// For a rolling cache the CPU computes positions itself.
+/// A back end that left it out would compute something else than its caller means.
 #[test]
-fn an_input_that_is_not_wanted_is_not_looked_at() {
+fn an_input_that_the_problem_lacks_is_refused() {
+    use TensorId::{AttentionBias, BlockTable, HeadSink, OutputScale, QNormWeight, TreeMask};
+    for id in [HeadSink, AttentionBias, TreeMask, QNormWeight, OutputScale, BlockTable] {
+        let want = format!("{}: got a tensor; allowed: none, as the problem has none", id.name());
+        let with = |io: &mut Io<'_>| io.inputs = io.inputs.with(id, io.input(TensorId::Query));
+        answers(Call::new().run(with), &want);
+    }
+    let mut call = Call::new();
+    call.tensors.scale = float(&[0]);
+    let with = |io: &mut Io<'_>| {
+        let empty = io.input(TensorId::KScale);
+        io.inputs = io.inputs.with(TensorId::HeadSink, empty).with(TensorId::KScale, None);
+    };
+    let want = "k_scale: got no tensor; allowed: float32 [1], as the problem says";
+    answers(call.run(with), want);
+}
+
+/// The attributes of an operator may have no use for one of its inputs, as those without do_rotary
+/// have none for cos_cache. It is left out before a back end sees it.
+#[test]
+fn an_operator_may_have_inputs_that_it_does_not_use() {
     let float = |shape: &[usize]| {
         let values = (0..shape.iter().product()).map(|i: usize| (i as f32).sin());
         Tensor::from_f32(DType::F32, shape, &values.collect::<Vec<_>>()).unwrap()
     };
-    let (query, new, past) = (float(&[1, 1, 64]), float(&[1, 1, 32]), float(&[1, 2, 4, 16]));
-    let (last, total, angles) = (ints(&[5]), ints(&[6]), float(&[9, 8]));
-    let inputs = Inputs {
-        key: Some(&new),
-        value: Some(&new),
-        past_key: Some(&past),
-        past_value: Some(&past),
-        cos_cache: Some(&angles),
-        sin_cache: Some(&angles),
-        ..Inputs::new(&query, &last, &total)
-    };
-    let op = GroupQueryAttention::new(4, 2).do_rotary(true);
-    let op = op.local_window_size(2).sliding_window_cache(true);
-    let problem = op.problem(&inputs, CacheBinding::Separate).unwrap();
-    let of = |inputs: &Inputs<'_>| {
+    let (query, new, angles) = (float(&[1, 1, 64]), float(&[1, 1, 32]), float(&[9, 8]));
+    let (last, total) = (ints(&[0]), ints(&[1]));
+    let inputs =
+        Inputs { key: Some(&new), value: Some(&new), ..Inputs::new(&query, &last, &total) };
+    let op = GroupQueryAttention::new(4, 2);
+    let backends: [&dyn Backend; 2] = [&Cpu::default(), &Reference];
+    for backend in backends {
+        let given = Inputs { cos_cache: Some(&angles), sin_cache: Some(&angles), ..inputs };
+        let of = |inputs: &Inputs<'_>| op.run(inputs, backend).unwrap().output;
+        assert_eq!(of(&given), of(&inputs));
+        let problem = op.problem(&given, CacheBinding::Separate).unwrap();
         let mut outputs = Outputs::new(&problem).unwrap();
-        Cpu::default().run(&problem, &mut outputs.io(inputs)).unwrap();
-        outputs.output
-    };
-    for foreign in [ints(&[]), Array2::from_elem((1, 1), 0i64).into()] {
-        assert_eq!(of(&Inputs { position_ids: Some(&foreign), ..inputs }), of(&inputs));
+        let refused = backend.run(&problem, &mut outputs.io(&given)).unwrap_err();
+        let want = "cos_cache: got a tensor; allowed: none, as the problem has none";
+        assert_eq!(refused.to_string(), want);
     }
 }
 

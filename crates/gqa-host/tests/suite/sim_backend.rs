@@ -9,7 +9,7 @@ use gqa_host::backend::sim::Sim;
 use gqa_host::backend::{Backend, Io, Machine};
 use gqa_host::engine::{Dense, Heads, Layer, Paged, Rope};
 use gqa_host::op::{Inputs, Outputs};
-use gqa_host::plan::{DeviceInfo, Plan, PlanOptions, TensorId, Tensors, plan};
+use gqa_host::plan::{DeviceInfo, Plan, PlanOptions, TensorId, TensorSpec, Tensors, plan};
 use gqa_host::reference::Reference;
 use gqa_host::{DType, Error, Problem, QuantFormat, Quantization, RowStrides, Scales, Tensor};
 use ndarray::arr1;
@@ -40,6 +40,36 @@ fn any_gpu_in_any_phase_agrees_with_the_reference() {
                 );
             }
         }
+    }
+}
+
+#[test]
+fn a_tensor_that_the_problem_lacks_is_refused() {
+    let layer = Layer::new(DType::F16, Heads { query: 4, kv: 2, size: 64 });
+    let problem = layer.dense(Dense::prefill(1, 3, 3)).unwrap();
+    let all = TensorSpec::all(&problem);
+    let tensors: Vec<_> =
+        all.iter().map(|(id, spec)| (*id, Tensor::zeros(spec.dtype, &spec.shape))).collect();
+    let sinks = Tensor::zeros(DType::F16, &[4]);
+    let inputs = tensors.iter().filter(|(id, _)| !id.is_output()).map(|(id, t)| (*id, t));
+    let inputs: Tensors<&Tensor> = inputs.collect();
+    let cache = || Tensor::zeros(DType::F16, &problem.key_cache_shape(3));
+    let (mut output, mut key, mut value) =
+        (Tensor::zeros(DType::F16, &[1, 3, 256]), cache(), cache());
+    let mut io = Io {
+        inputs: inputs.with(TensorId::HeadSink, &sinks),
+        output: &mut output,
+        present_key: &mut key,
+        present_value: &mut value,
+        row_scales: None,
+        output_qk: None,
+        lse: None,
+    };
+    let (sim, want) = (Sim::default(), "head_sink: got a tensor; allowed: none, as the problem");
+    let plan = plan(&problem, sim.target(), &PlanOptions::default()).unwrap();
+    for refused in [sim.run(&problem, &mut io), sim.execute(&plan, &mut io)] {
+        let refused = refused.unwrap_err().to_string();
+        assert!(refused.starts_with(want), "{refused}");
     }
 }
 

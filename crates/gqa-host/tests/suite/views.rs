@@ -183,17 +183,62 @@ fn tensors_that_are_not_the_problems_are_refused() {
     assert!(got.starts_with("output: got RowStrides") && got.ends_with("on the CPU"), "{got}");
 }
 
+/// What the caller gave and the call has no use for would be left out without a word.
+#[test]
+fn tensors_that_the_problem_lacks_are_refused() {
+    let problem = attention(Strided::default());
+    let query = noise(SHAPE.iter().product(), 1);
+    let key = noise(2 * 9 * 2 * 24, 2);
+    let refusal = |id, extra, cache, lse| {
+        let inputs = Tensors::default()
+            .with(TensorId::Query, TensorView::F32(&query))
+            .with(TensorId::Key, TensorView::F32(&key))
+            .with(TensorId::Value, TensorView::F32(&key))
+            .with(TensorId::SeqlensK, TensorView::I32(&[8, 8]))
+            .with(id, TensorView::F32(extra));
+        let mut got = vec![0.0; SHAPE.iter().product()];
+        let mut io = IoViews { lse, ..views(inputs, &mut got, cache) };
+        Cpu::default().run_on(&problem, &mut io).map_err(|error| error.to_string())
+    };
+    let of = |name| Err(format!("{name}: got a tensor; allowed: none, as the problem has none"));
+    let none = || [CacheView::NONE; 2];
+    assert_eq!(refusal(TensorId::HeadSink, &[0.5; 4], none(), None), of("head_sink"));
+    assert_eq!(refusal(TensorId::KScale, &[0.5], none(), None), of("k_scale"));
+    assert_eq!(refusal(TensorId::PastKey, &key, none(), None), of("past_key"));
+    let present = [TensorView::F32(&key).into(), CacheView::NONE];
+    assert_eq!(refusal(TensorId::Query, &query, present, None), of("present_key"));
+    let lse = Some(TensorViewMut::F32(&mut [0.0; 40]));
+    assert_eq!(refusal(TensorId::Query, &query, none(), lse), of("lse"));
+    // One without elements says nothing.
+    assert_eq!(refusal(TensorId::HeadSink, &[], none(), None), Ok(()));
+
+    let layer = Layer::new(DType::F32, Heads { query: 1, kv: 1, size: 8 });
+    let reads = layer.dense(Dense::decode(1, 4).nothing_new()).unwrap();
+    let (row, keys) = ([1.0f32; 8], [1.0f32; 32]);
+    let inputs = Tensors::default()
+        .with(TensorId::Query, TensorView::F32(&row))
+        .with(TensorId::Key, TensorView::F32(&row))
+        .with(TensorId::SeqlensK, TensorView::I32(&[3]));
+    let (mut got, cache) = ([0.0; 8], [TensorView::F32(&keys); 2].map(Into::into));
+    let refused = Cpu::default().run_on(&reads, &mut views(inputs, &mut got, cache)).unwrap_err();
+    let want = "key: got 8 elements of float32; allowed: float32 [1, 0, 8], as the problem says";
+    assert_eq!(refused.to_string(), want);
+}
+
 #[test]
 fn a_cache_that_is_only_read_need_not_be_writable() {
     let layer = Layer::new(DType::F32, Heads { query: 4, kv: 2, size: 16 });
     let (query, key) = (noise(64, 1), noise(32, 2));
     let [mut keys, mut values] = [noise(2 * 40 * 16, 4), noise(2 * 40 * 16, 5)];
-    let inputs = || {
+    let of_cache = || {
         Tensors::default()
             .with(TensorId::Query, TensorView::F32(&query))
+            .with(TensorId::SeqlensK, TensorView::I32(&[30]))
+    };
+    let inputs = || {
+        of_cache()
             .with(TensorId::Key, TensorView::F32(&key))
             .with(TensorId::Value, TensorView::F32(&key))
-            .with(TensorId::SeqlensK, TensorView::I32(&[30]))
     };
     let appends = layer.dense(Dense::decode(1, 40)).unwrap();
     let (mut want, mut got) = (vec![0.0; 64], vec![f32::NAN; 64]);
@@ -202,7 +247,7 @@ fn a_cache_that_is_only_read_need_not_be_writable() {
 
     let read = || [&keys, &values].map(|cache| TensorView::F32(cache).into());
     let reads = layer.dense(Dense::decode(1, 40).nothing_new()).unwrap();
-    Cpu::default().run_on(&reads, &mut views(inputs(), &mut got, read())).unwrap();
+    Cpu::default().run_on(&reads, &mut views(of_cache(), &mut got, read())).unwrap();
     assert_eq!(got, want);
     let refused = Cpu::default().run_on(&appends, &mut views(inputs(), &mut got, read()));
     let text = "present_key: got a read-only tensor; allowed: a mutable one, as the call \
