@@ -15,12 +15,12 @@ const HELD: u32 = 32 / UNITS;
 pub(super) fn load<T: MmaElement>(work: &Work<'_, T>, k: TensorMap) {
     let mut ring = Ring::START;
     let mut held = 0;
-    let mut nth = 0;
     for tile in Rolled(work.tiles.clone(), 1) {
-        if nth % HELD == 0 {
+        let nth = (tile - work.tiles.start) % HELD;
+        if nth == 0 {
             held = work.block_of((tile * UNITS + lane()) * LEAST_BOX);
         }
-        let unit = nth % HELD * UNITS;
+        let unit = nth * UNITS;
         let blocks = [shfl_idx_u32(held, unit), shfl_idx_u32(held, unit + 1)];
         mbarrier_wait(work.barrier(EMPTY, ring), ring.parity ^ 1);
         if lane() == 0 {
@@ -31,7 +31,6 @@ pub(super) fn load<T: MmaElement>(work: &Work<'_, T>, k: TensorMap) {
         sync_warp();
         work.copy(k, tile, blocks, ring);
         ring = ring.next(STAGES);
-        nth += 1;
     }
 }
 
@@ -54,7 +53,7 @@ impl<T: MmaElement> Work<'_, T> {
         let [first, second] = blocks.map(|block| block.min(self.p.blocks));
         if self.p.log_block_size >= KEYS.ilog2() {
             if lane() == 0 {
-                tma_load(stage, k, [0, tile * KEYS & within, 0, first], full);
+                tma_load(stage, k, [0, (tile * KEYS) & within, 0, first], full);
             }
         } else if lane() < UNITS * CHUNKS {
             let (unit, chunk) = (lane() / CHUNKS, lane() % CHUNKS);

@@ -109,7 +109,7 @@ impl<T: MmaElement> Work<'_, T> {
                 true => self.to.q.load_vec(from + unit as usize * 8),
                 false => [0; 4],
             };
-            let (chunk, within) = (unit / 8, unit % 8 ^ r % 8);
+            let (chunk, within) = (unit / 8, (unit % 8) ^ (r % 8));
             st_shared_vec(self.base + chunk * QUERY_CHUNK + r * 128 + within * 16, words);
         }
         fence_proxy_async();
