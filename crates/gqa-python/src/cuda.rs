@@ -288,7 +288,6 @@ impl Call {
     /// Multi-head latent attention over a paged latent KV cache that has the new rows, with lengths
     /// that count them: `values` are the leading elements of its rows.
     #[staticmethod]
-    #[expect(clippy::too_many_arguments, reason = "each is a number of the call")]
     fn latent(
         sizes: Sizes,
         values: usize,
