@@ -23,15 +23,15 @@
 //! (batch + 1) and past_seqlens (batch) as in [`Sequences`]; block_table (batch, blocks of a
 //! sequence); out (token, query head, 512) with its strides, and lse (query head, token) or null,
 //! where keys are not split; else partial_out (split, query head, token, 512) and partial_lse
-//! (split, query head, token), which [`merge`] merges.
+//! (split, query head, token), which [`merge()`] merges.
 //!
 //! **Shared memory**: the queries, then the stages, each as chunks of 64 channels with 128-byte
 //! rows and the 128-byte swizzle; what warpgroups pass to each other; barriers.
 //!
 //! **Barriers** (mbarriers, one of each for each stage): `FULL`, the bytes have arrived; `WEIGHED`,
 //! P has been written, one arrival of each thread that wrote it; `EMPTY`, one arrival of each warp
-//! that multiplies. Named barriers: [`QUERIES`] are in shared memory; [`FACTORS`] that
-//! normalise the output are.
+//! that multiplies. Named barriers: `QUERIES` are in shared memory; `FACTORS` that normalise the
+//! output are.
 //!
 //! **Gaps**: the block table may hold indices outside of the cache. TMA fills such rows with zeros,
 //! and their keys are masked.
@@ -109,8 +109,9 @@ const QUERIES: u32 = 1;
 const FACTORS: u32 = 2;
 /// Named barrier of the warpgroup that computes scores: its products with a tile are complete.
 const SCORED: u32 = 5;
-/// Named barriers of each warpgroup that multiplies values: it has cleared rows without a token.
-const CLEARED: [u32; 2] = [3, 4];
+/// Named barriers of the warpgroups that multiply values, this one and the next: one has cleared
+/// rows that no query row sees.
+const CLEARED: u32 = 3;
 
 const _: () = assert!(WEIGHTS + ROWS * KEYS * 2 <= STAGE_BYTES);
 const _: () = assert!(SHARED_BYTES <= 227 << 10);

@@ -129,7 +129,7 @@ impl<T: MmaElement> Work<'_, T> {
                 }
             }
             fence_proxy_async();
-            named_barrier_sync(CLEARED[0] + half, WARPGROUP);
+            named_barrier_sync(CLEARED + half, WARPGROUP);
         }
     }
 

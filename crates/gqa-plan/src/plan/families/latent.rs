@@ -19,6 +19,9 @@ use gqa_kernels::registry::{self, Entry, Role, entries};
 
 pub(in crate::plan) struct Latent;
 
+/// Most CTAs in z of a grid.
+const MOST_SEQUENCES: usize = 65_535;
+
 impl Family for Latent {
     fn module(&self) -> registry::Family {
         registry::Family::Latent
@@ -43,6 +46,9 @@ impl Family for Latent {
             return Err(Rejection::OtherHeadSize { got: p.head_size });
         }
         scores_alone(p)?;
+        if p.batch > MOST_SEQUENCES {
+            return Err(Rejection::TooLarge);
+        }
         requirements::blocks_of(p, kernels::LEAST_BOX)?;
         requirements::narrow_output(p)?;
         let entry = select::smallest(self, call)?;
