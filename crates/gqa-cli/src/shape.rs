@@ -311,6 +311,11 @@ impl Layer {
             {
                 ("--batch, --sliding-cache", got, with_options(&allowed))
             }
+            // An attribute that is told by a tensor.
+            Error::Invalid { ref got, ref allowed, .. } if got.starts_with("head_size ") => {
+                let size = got.replace("head_size ", "");
+                ("--head-size", size, allowed.replace("a head_size that is ", ""))
+            }
             Error::Invalid { argument, got, allowed } => match option(argument) {
                 Some(option) => (option, with_options(&got), with_options(&allowed)),
                 None => return Error::Invalid { argument, got, allowed }.into(),

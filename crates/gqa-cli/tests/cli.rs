@@ -532,7 +532,7 @@ fn explain_tells_what_reads_blocks() -> Result {
     let sliding = words("explain --block-size 16 --window 9 --sliding-cache 9")?;
     refused(&sliding, 2, &["--block-size", "--sliding-cache"]);
     let codes = words("explain --head-size 24 --block-size 16 --kv-cache int4")?;
-    refused(&codes, 1, &["head_size 24", "multiple of 32"]);
+    refused(&codes, 2, &["--head-size: got 24;", "a multiple of 32"]);
     let window = words("explain --block-size 16 --bidirectional --window 8")?;
     refused(&window, 2, &["--window: got 8", "--bidirectional"]);
     Ok(())
