@@ -4,6 +4,7 @@
 use crate::Tolerance;
 use crate::call::{Data, poisoned};
 use crate::compare::{optional, tensors};
+use crate::lengths::Lengths;
 use crate::paged::put_gaps;
 use crate::parity::{Judge, Parity};
 use gqa_host::backend::{Backend, Io};
@@ -179,7 +180,11 @@ pub fn latent_operators(sizes: &[[usize; 2]], most: usize) -> BoxedStrategy<Late
     cases.prop_map(described).boxed()
 }
 
-impl LatentCase {
+impl Lengths for LatentCase {
+    fn sequences(&self) -> &[[usize; 2]] {
+        &self.sequences
+    }
+
     fn block_size(&self) -> Option<usize> {
         match self.rows {
             LatentRows::Paged(rows, _) => Some(rows),
@@ -187,46 +192,12 @@ impl LatentCase {
         }
     }
 
-    fn is_paged(&self) -> bool {
-        self.block_size().is_some()
+    fn is_first_prompt(&self) -> bool {
+        self.first_prompt
     }
+}
 
-    /// New tokens of a sequence, which are rows of its batch entry unless the cache is paged.
-    fn new_tokens(&self, b: usize) -> usize {
-        if self.is_paged() { self.sequences[b][1] } else { self.sequences[0][1] }
-    }
-
-    fn most_new(&self) -> usize {
-        (0..self.sequences.len()).map(|b| self.new_tokens(b)).max().unwrap_or(0)
-    }
-
-    fn tokens(&self) -> usize {
-        (0..self.sequences.len()).map(|b| self.new_tokens(b)).sum()
-    }
-
-    /// Keys of a sequence before the call, and after it.
-    fn lengths(&self, b: usize) -> [usize; 2] {
-        match self.first_prompt {
-            true => [0, 1 + self.sequences[b][0] % self.new_tokens(b)],
-            false => [self.sequences[b][0], self.sequences[b][0] + self.new_tokens(b)],
-        }
-    }
-
-    fn longest(&self) -> usize {
-        (0..self.sequences.len()).map(|b| self.lengths(b)[1]).max().unwrap_or(0)
-    }
-
-    /// Rows of a cache of a sequence's own.
-    fn capacity(&self) -> usize {
-        self.longest().max(self.most_new()) + 3
-    }
-
-    /// Blocks of a sequence, and in all.
-    fn blocks(&self) -> [usize; 2] {
-        let columns = self.longest().div_ceil(self.block_size().unwrap_or(1)) + 1;
-        [columns, columns * self.sequences.len() + 2]
-    }
-
+impl LatentCase {
     fn scale(&self) -> f32 {
         1.3 / (self.heads.size as f32).sqrt()
     }
@@ -426,7 +397,7 @@ impl Given {
             Some(past) => poisoned(past.dtype(), past.shape()),
             None => self.cache.clone(),
         };
-        let mut nothing = Tensor::zeros(problem.dtype, &[0]);
+        let [mut nothing, mut no_cache] = [0; 2].map(|n| Tensor::zeros(problem.dtype, &[n]));
         let [cos, sin] = match &self.rotary {
             Some(angles) => angles.each_ref().map(Some),
             None => [None; 2],
@@ -448,7 +419,7 @@ impl Given {
         let mut io = Io {
             inputs,
             output: &mut output,
-            present_key: &mut cache,
+            present_key: if problem.has_present() { &mut cache } else { &mut no_cache },
             present_value: &mut nothing,
             row_scales: None,
             output_qk: None,

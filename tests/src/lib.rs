@@ -8,6 +8,7 @@ mod compare;
 mod entries;
 mod hostile;
 mod latent;
+mod lengths;
 mod paged;
 mod paged_read;
 mod parity;

@@ -3,6 +3,7 @@
 use crate::Tolerance;
 use crate::call::{Data, poisoned};
 use crate::compare::{optional, tensors};
+use crate::lengths::Lengths;
 use crate::parity::{Judge, Parity};
 use gqa_host::backend::{Backend, Io};
 use gqa_host::engine::{Dense, Heads, Layer, Paged, Rope};
@@ -115,51 +116,25 @@ pub fn turned_behind(cases: BoxedStrategy<TreeCase>) -> BoxedStrategy<TreeCase> 
     cases.prop_filter("heads that can", |case| case.heads[2] % 16 == 0).prop_map(turned).boxed()
 }
 
+impl Lengths for TreeCase {
+    fn sequences(&self) -> &[[usize; 2]] {
+        &self.sequences
+    }
+
+    fn block_size(&self) -> Option<usize> {
+        self.block_size
+    }
+
+    fn is_first_prompt(&self) -> bool {
+        self.first_prompt
+    }
+}
+
 impl TreeCase {
     /// The same over contiguous or paged caches.
     pub fn paged(self, block_size: Option<usize>) -> Self {
         let first_prompt = self.first_prompt && block_size.is_none();
         Self { block_size, first_prompt, ..self }
-    }
-
-    fn is_paged(&self) -> bool {
-        self.block_size.is_some()
-    }
-
-    /// New tokens of a sequence, which are rows of its batch entry with contiguous caches.
-    fn new_tokens(&self, b: usize) -> usize {
-        if self.is_paged() { self.sequences[b][1] } else { self.sequences[0][1] }
-    }
-
-    fn most_new(&self) -> usize {
-        (0..self.sequences.len()).map(|b| self.new_tokens(b)).max().unwrap_or(0)
-    }
-
-    fn tokens(&self) -> usize {
-        (0..self.sequences.len()).map(|b| self.new_tokens(b)).sum()
-    }
-
-    /// Keys of a sequence before the call, and after it.
-    fn lengths(&self, b: usize) -> [usize; 2] {
-        match self.first_prompt {
-            true => [0, 1 + self.sequences[b][0] % self.new_tokens(b)],
-            false => [self.sequences[b][0], self.sequences[b][0] + self.new_tokens(b)],
-        }
-    }
-
-    fn longest(&self) -> usize {
-        (0..self.sequences.len()).map(|b| self.lengths(b)[1]).max().unwrap_or(0)
-    }
-
-    /// Rows of a cache of a sequence's own.
-    fn capacity(&self) -> usize {
-        self.longest().max(self.most_new()) + 3
-    }
-
-    /// Blocks of a sequence, and in all.
-    fn blocks(&self) -> [usize; 2] {
-        let columns = self.longest().div_ceil(self.block_size.unwrap_or(1)) + 1;
-        [columns, columns * self.sequences.len() + 2]
     }
 
     fn layer(&self) -> Layer {
