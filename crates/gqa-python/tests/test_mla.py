@@ -94,5 +94,6 @@ def test_errors_name_arguments():
         gqa.flash_mla_with_kvcache(*call, "16")
     with pytest.raises(TypeError, match="^softmax_scale: "):
         gqa.flash_mla_with_kvcache(*call, 16, softmax_scale="a")
-    with pytest.raises(ValueError, match="^indices: "):
-        gqa.flash_mla_with_kvcache(*call, 16, indices=table)
+    for name, given in {"indices": table, "attn_sink": q, "is_fp8_kvcache": True}.items():
+        with pytest.raises(ValueError, match=f"^{name}: "):
+            gqa.flash_mla_with_kvcache(*call, 16, **{name: given})

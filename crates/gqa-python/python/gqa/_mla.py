@@ -5,7 +5,7 @@ from typing import Any, Optional
 from gqa._errors import invalid, mistyped
 from gqa._flash import Places, Scores, backend
 
-_ABSENT = "None: sparse attention and its caches are not supported"
+_SPARSE = "None: sparse attention is not supported"
 
 
 def get_mla_metadata(*args: Any, **kwargs: Any) -> tuple[None, None]:
@@ -45,10 +45,12 @@ def flash_mla_with_kvcache(
     Returns the output (batch, rows, heads, head_dim_v) and log-sum-exps, float32 (batch, heads,
     rows), ``-inf`` where a row sees no key.
     """
+    if is_fp8_kvcache:
+        raise invalid("is_fp8_kvcache", is_fp8_kvcache, "False: k_cache has the type of q")
+    if attn_sink is not None:
+        raise invalid("attn_sink", type(attn_sink).__name__, "None: sinks are not supported")
     refused = {
-        "is_fp8_kvcache": is_fp8_kvcache or None,
         "indices": indices,
-        "attn_sink": attn_sink,
         "extra_k_cache": extra_k_cache,
         "extra_indices_in_kvcache": extra_indices_in_kvcache,
         "topk_length": topk_length,
@@ -56,7 +58,7 @@ def flash_mla_with_kvcache(
     }
     for name, given in refused.items():
         if given is not None:
-            raise invalid(name, type(given).__name__, _ABSENT)
+            raise invalid(name, type(given).__name__, _SPARSE)
     shape = tuple(getattr(q, "shape", ()))
     if len(shape) != 4:
         raise invalid("q", shape or type(q).__name__, "(batch, rows, heads, size)")
