@@ -66,8 +66,8 @@ pub trait Backend: Send + Sync {
     /// # Errors
     ///
     /// Where tensors do not match the problem, where there is one that the problem lacks, where
-    /// lengths, positions or block tables lead outside of the tensors that they index, where no kernel supports the problem, where memory
-    /// is too small, and where the GPU fails.
+    /// lengths, positions or block tables lead outside of the tensors that they index, where no
+    /// kernel supports the problem, where memory is too small, and where the GPU fails.
     fn run(&self, problem: &Problem, io: &mut Io<'_>) -> Result<()>;
 }
 

@@ -157,7 +157,8 @@ impl<'a> Prologue<'a> {
         Ok(Self { problem: p, rows, params })
     }
 
-    /// Where queries are once they are rotated, if every sequence has as many tokens as the longest.
+    /// Where queries are once they are rotated, if every sequence has as many tokens as the
+    /// longest.
     fn rotated_queries(&self, scratch: &mut Scratch) -> Result<Operand> {
         let PagedParams { q_heads, head_size, .. } = self.params;
         let row = q_heads as usize * head_size as usize;

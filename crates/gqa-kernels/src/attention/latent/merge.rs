@@ -1,6 +1,8 @@
-//! Merges the results of KV splits. **One CTA** sums 128 columns of a row: each of its warps some of
-//! the splits, each lane four columns; shared memory has the weights of the splits, then the sums
-//! of the warps. **Grid**: (query head, token), then columns.
+//! Merges the results of KV splits.
+//!
+//! **One CTA** sums 128 columns of a row: each of its warps some of the splits, each lane four
+//! columns. Shared memory has the weights of the splits, then the sums of the warps. **Grid**:
+//! (query head, token), then columns.
 
 use super::VALUE_SIZE;
 use crate::attention::split_kv::MAX_SPLITS;

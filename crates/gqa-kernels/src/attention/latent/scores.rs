@@ -97,8 +97,8 @@ impl Scores {
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn multiply<T: MmaElement>(work: &Work<'_, T>, ring: Ring) -> [f32; SCORES] {
     mbarrier_wait(work.barrier(FULL, ring), ring.parity);
-    // Broadcast, so that the compiler knows that it is warp-uniform: descriptors are made in uniform
-    // registers, or else take longer to make than the products.
+    // Broadcast, so that the compiler knows that it is warp-uniform: descriptors are made in
+    // uniform registers, or else take longer to make than the products.
     let k = Descriptor::new(shfl_idx_u32(work.stage(ring), 0), 16);
     let q = Descriptor::new(opaque(work.base), 16);
     wgmma_fence();

@@ -46,8 +46,8 @@ pub(super) fn run<T: MmaElement>(work: &Work<'_, T>, half: u32) {
     }
 }
 
-/// `out += weights · values`, in two products for each 16 keys: for one with all columns ptxas wants
-/// more registers than a thread has where a CTA has 512.
+/// `out += weights · values`, in two products for each 16 keys: for one with all columns ptxas
+/// wants more registers than a thread of 512 has.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn multiply<T: MmaElement>(
     out: &mut [f32; OUTPUTS],
