@@ -82,6 +82,7 @@ def test_errors_name_arguments():
     for number, wrong, name in [
         (0, q[0], "q"),
         (1, cache[..., :8], "k_cache"),
+        (1, cache.repeat(2, axis=2), "k_cache"),
         (2, table[0], "block_table"),
         (3, lengths[:2], "cache_seqlens"),
     ]:

@@ -1,4 +1,4 @@
-"""FlashMLA's functions: multi-head latent attention of decode steps over a paged latent KV cache."""
+"""FlashMLA's functions: decode steps of multi-head latent attention over a paged KV cache."""
 
 from typing import Any, Optional
 
@@ -66,6 +66,10 @@ def flash_mla_with_kvcache(
         raise mistyped("head_dim_v", type(head_dim_v).__name__, "an int")
     if not 0 < head_dim_v <= shape[3]:
         raise invalid("head_dim_v", head_dim_v, f"1 to {shape[3]}, the size of a row of k_cache")
+    cache = tuple(getattr(k_cache, "shape", ()))
+    if len(cache) != 4 or cache[2:] != (1, shape[3]):
+        got = cache or type(k_cache).__name__
+        raise invalid("k_cache", got, f"(blocks, rows of a block, 1, {shape[3]})")
     scale = shape[3] ** -0.5 if softmax_scale is None else _number("softmax_scale", softmax_scale)
     window = (-1, 0 if causal or shape[1] == 1 else -1)
     scores = Scores(scale, 0.0, window, None, None)
@@ -84,7 +88,7 @@ def _number(name: str, given: Any) -> float:
 def _over_whole_rows(
     q: Any, cache: Any, table: Any, lengths: Any, values: int, scores: Scores
 ) -> tuple[Any, Any]:
-    """Where there is no kernel for it: whole rows are values, and what is behind these is cut off."""
+    """Without a kernel for it: whole rows are values, and what is behind these is cut off."""
     places = Places(lengths, None, None, table)
     pair = (cache, cache)
     out, lse = backend(q).with_kvcache(q, pair, None, None, places, scores, True)
