@@ -11,7 +11,6 @@ compared with float64.
 import argparse
 import math
 import random
-import statistics
 
 import torch
 
@@ -95,13 +94,8 @@ def measure(heads, new, lengths, functions, rounds, replays):
     steps = [first] + [Step(heads, new, lengths) for _ in range(count - 1)]
     runs = {name: [function(step) for step in steps] for name, function in functions.items()}
     wrong = {name: error(first, each[0]) for name, each in runs.items()}
-    times = {name: [] for name in runs}
-    for number in range(rounds):
-        turns = list(runs.items())
-        random.Random(number).shuffle(turns)
-        for name, each in turns:
-            times[name].append(timing.timed(each, replays))
-    return {name: (statistics.median(times[name]), wrong[name]) for name in runs}
+    medians = timing.medians(runs, rounds, replays)
+    return {name: (medians[name], wrong[name]) for name in runs}
 
 
 def parsed(row):

@@ -200,13 +200,7 @@ def measure(batch, has_peer, has_views, rounds, replays):
     functions |= {"views": over_views} if has_views else {}
     runs = {name: [function(batch, t) for t in sets] for name, function in functions.items()}
     wrong = {name: error(batch, first, each[0]) for name, each in runs.items()}
-    times = {name: [] for name in runs}
-    for number in range(rounds):
-        turns = list(runs.items())
-        random.Random(number).shuffle(turns)
-        for name, each in turns:
-            times[name].append(timing.timed(each, replays))
-    medians = {name: statistics.median(times[name]) for name in runs}
+    medians = timing.medians(runs, rounds, replays)
     return {name: (medians[name], eager_us(runs[name][0]), wrong[name]) for name in runs}
 
 

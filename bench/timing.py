@@ -1,6 +1,7 @@
 """Times calls on PyTorch's current GPU: replays of a CUDA graph of them, by events."""
 import argparse
 import math
+import random
 import statistics
 
 import torch
@@ -48,6 +49,17 @@ def timed(runs, replays):
         graph = captured(runs, stream)
         replayed(graph)
     return statistics.median(replayed(graph) for _ in range(replays)) / len(runs)
+
+
+def medians(runs, rounds, replays):
+    """Median microseconds of a call by each name, whose calls are timed in shuffled turns."""
+    times = {name: [] for name in runs}
+    for number in range(rounds):
+        turns = list(runs.items())
+        random.Random(number).shuffle(turns)
+        for name, each in turns:
+            times[name].append(timed(each, replays))
+    return {name: statistics.median(times[name]) for name in runs}
 
 
 def sets(bytes_):

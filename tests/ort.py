@@ -249,7 +249,9 @@ class RandomModel(unittest.TestCase):
         spec.loader.exec_module(package)
         for given, got in [(None, "NoneType"), (session(self.model(), THEIRS), "InferenceSession"), ("cpu", "str"),
                            (onnxruntime.SessionOptions, "the class SessionOptions")]:
-            with self.assertRaisesRegex(TypeError, f"^session_options: got {got}; allowed: an onnxruntime.SessionOptions"):
+            allowed = "an onnxruntime.SessionOptions"
+            text = f"^session_options: got {got}; allowed: {allowed}"
+            with self.assertRaisesRegex(TypeError, text):
                 package.register(given)
 
     def test_a_misspelt_variable_is_reported_once_and_a_wrong_value_refused(self):
@@ -651,21 +653,27 @@ class Nodes(unittest.TestCase):
                     np.testing.assert_array_equal(gathered(values[name].numpy())[:, :, : before + rows], cache)
 
     def latent(self, random):
-        """Sequences of ragged lengths over one cache of rows of 48 elements, of which 32 are values and the last 16 rotate."""
+        """Sequences of ragged lengths over one cache. Of the 48 elements of a row 32 are the value,
+        and the last 16 rotate."""
         noise = lambda *shape: random.standard_normal(shape, dtype=np.float32)
         angles = random.uniform(0, 6, (64, 8)).astype(np.float32)
         feed = {"query": noise(26, 6 * 48), "key": noise(26, 48), "key_cache": noise(8, 16, 1, 48),
-                "cumulative_sequence_length": np.array([0, 5, 6, 26], np.int32), "past_seqlens": np.array([30, 17, 0], np.int32),
-                "block_table": np.array([[6, 0, 3], [2, 5, -1], [7, 1, -1]], np.int32), "cos_cache": np.cos(angles), "sin_cache": np.sin(angles)}
-        attributes = {"num_heads": 6, "kv_num_heads": 1, "kv_cache_layout": "LATENT", "v_head_size": 32, "scale": 0.2, "do_rotary": 1, "rotary_offset": 32}
+                "cumulative_sequence_length": np.array([0, 5, 6, 26], np.int32),
+                "past_seqlens": np.array([30, 17, 0], np.int32),
+                "block_table": np.array([[6, 0, 3], [2, 5, -1], [7, 1, -1]], np.int32),
+                "cos_cache": np.cos(angles), "sin_cache": np.sin(angles)}
+        attributes = {"num_heads": 6, "kv_num_heads": 1, "kv_cache_layout": "LATENT",
+                      "v_head_size": 32, "scale": 0.2, "do_rotary": 1, "rotary_offset": 32}
         return feed, attributes
 
     def test_latent_paged_attention(self):
         """What numpy computes. Theirs is for CUDA only."""
         feed, attributes = self.latent(np.random.default_rng(9))
-        infos = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in ["output", "key_cache_out"]]
+        infos = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None)
+                 for name in ["output", "key_cache_out"]]
         engine = session(model_of("PagedAttention", PAGED, feed, infos, **attributes), OURS)
-        bound, values = engine.io_binding(), {name: on_device(array.copy()) for name, array in feed.items()}
+        bound = engine.io_binding()
+        values = {name: on_device(array.copy()) for name, array in feed.items()}
         for name, value in values.items():
             bound.bind_ortvalue_input(name, value)
         bound.bind_output("output")
@@ -697,11 +705,14 @@ class Nodes(unittest.TestCase):
         text = lambda given, names=("output",), **changed: refusal(
             model_of("PagedAttention", PAGED, given, [info(name) for name in names], **(attributes | changed)), given)
         self.assertIn("value: got a tensor; allowed: no input", text(feed | {"value": feed["key"]}))
-        self.assertIn("value_cache: got a tensor; allowed: no input", text(feed | {"value_cache": feed["key_cache"]}))
-        self.assertIn("value_cache_out: got an output; allowed: none", text(feed, ["output", "key_cache_out", "value_cache_out"]))
+        with_values = feed | {"value_cache": feed["key_cache"]}
+        self.assertIn("value_cache: got a tensor; allowed: no input", text(with_values))
+        outputs = ["output", "key_cache_out", "value_cache_out"]
+        self.assertIn("value_cache_out: got an output; allowed: none", text(feed, outputs))
         self.assertIn("scale: got 0; allowed: ", text(feed, scale=0.0))
         self.assertIn("v_head_size: got 32; allowed: 0", text(feed, kv_cache_layout="SEPARATE"))
-        self.assertIn("value_cache: got no input; allowed: a tensor", text(feed, kv_cache_layout="SEPARATE", v_head_size=0))
+        separate = text(feed, kv_cache_layout="SEPARATE", v_head_size=0)
+        self.assertIn("value_cache: got no input; allowed: a tensor", separate)
         self.assertIn("kv_cache_layout: got \"PACKED\"; allowed: ", text(feed, kv_cache_layout="PACKED"))
 
     def test_what_attention_metadata_may_be(self):

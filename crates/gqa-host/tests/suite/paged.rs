@@ -520,7 +520,7 @@ fn shapes_alone() {
     assert_eq!(refusal(&[1 << 16, 1], 1 << 30), format!("query: got (1073807360, 4) {rows}"));
 }
 
-/// 4 query heads of 80 elements, of which the leading 64 are a row's value, and the last 16 rotate.
+/// 4 query heads of 80 elements. The leading 64 of a row are its value, the last 16 rotate.
 fn latent() -> Call {
     let op = PagedAttention::new(4, 1)
         .kv_cache_layout("LATENT")

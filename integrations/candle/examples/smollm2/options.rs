@@ -38,7 +38,7 @@ pub struct Args {
     /// decode behind them.
     #[arg(long, value_parser = count, allow_negative_numbers = true)]
     pub context: Option<usize>,
-    /// Repetitions of a measurement, of which the median counts.
+    /// Repetitions of a measurement; its result is their median.
     #[arg(long, default_value_t = 5, value_parser = count, allow_negative_numbers = true)]
     pub repeat: usize,
 }

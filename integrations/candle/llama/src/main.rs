@@ -28,7 +28,7 @@ struct Args {
     /// Tokens to decode behind each prompt.
     #[arg(long, default_value_t = 16, value_parser = count, allow_negative_numbers = true)]
     tokens: usize,
-    /// Repetitions, of which the median counts.
+    /// Repetitions; the result is their median.
     #[arg(long, default_value_t = 5, value_parser = count, allow_negative_numbers = true)]
     repeat: usize,
     /// Layers, where they are to be fewer than the model's 16.
