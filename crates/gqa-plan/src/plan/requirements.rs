@@ -84,9 +84,11 @@ pub(super) fn no_row_scales(p: &Problem) -> Result<(), Rejection> {
     if p.has_row_scales() { Err(Rejection::RowScales) } else { Ok(()) }
 }
 
-/// Blocks of a paged cache that are multiples of a tile piece.
+/// Blocks of a paged cache that are multiples of a tile piece. Of a cache without blocks there is
+/// nothing to load.
 pub(super) fn blocks_of(p: &Problem, need: u32) -> Result<(), Rejection> {
     match p.pages {
+        Some(Pages { blocks: 0, .. }) => Err(Rejection::NoKeys),
         Some(Pages { block_size: got, .. }) if !got.is_power_of_two() || got < need as usize => {
             Err(Rejection::BlockSize { got, need })
         }

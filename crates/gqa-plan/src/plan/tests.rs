@@ -2465,6 +2465,9 @@ fn latent_calls_have_kernels_that_read_values_in_keys() {
     let paged = paged(&Problem::new(latent_of(576, 1, 500)).unwrap());
     let in_place = kernels((*paged).clone());
     assert_eq!(in_place, ["paged_append", "latent", "latent_merge"]);
+    let nowhere = paged.pages.map(|pages| Pages { blocks: 0, ..pages });
+    let empty = kernels(ProblemFields { pages: nowhere, ..(*paged).clone() });
+    assert!(!empty.contains(&"latent"), "{empty:?}");
     let appended = kernels(ProblemFields { rotary: None, ..(*paged.appended()).clone() });
     assert_eq!(appended, ["latent", "latent_merge"]);
     let paged = kernels(ProblemFields { sink: Sink::PerHead, ..(*paged).clone() });
@@ -2472,6 +2475,20 @@ fn latent_calls_have_kernels_that_read_values_in_keys() {
         (&paged[..2], paged.last()),
         (&["paged_append", "paged_gather"][..], Some(&"paged_gaps"))
     );
+}
+
+/// A cache without blocks has nothing that TMA could load.
+#[test]
+fn caches_without_blocks_are_planned() {
+    for (s, past) in [(1, 700), (512, 700), (64, 7)] {
+        let call = paged(&llama(s, past));
+        let nowhere = call.pages.map(|pages| Pages { blocks: 0, ..pages });
+        let call = Problem::new(ProblemFields { pages: nowhere, ..(*call).clone() }).unwrap();
+        for name in ["h200", "a100", "v100"] {
+            let plan = plan(&call, &device(name), &PlanOptions::default()).unwrap();
+            plan.launches.iter().for_each(|launch| check(&plan, launch));
+        }
+    }
 }
 
 /// Kernels that rotate rotate from a head's first element on.
