@@ -118,8 +118,6 @@ pub struct Code(pub i32);
 impl Code {
     pub(super) const OUT_OF_MEMORY: Self = Self(2);
     pub(super) const INVALID_IMAGE: Self = Self(200);
-    /// What functions that a driver lacks return.
-    pub(super) const NOT_FOUND: Self = Self(500);
     pub(super) const NO_DEVICE: Self = Self(100);
     pub(super) const INVALID_DEVICE: Self = Self(101);
     pub(super) const UNSUPPORTED_PTX_VERSION: Self = Self(222);

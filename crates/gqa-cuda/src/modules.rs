@@ -4,12 +4,13 @@ use super::deferred::Deferred;
 use super::error::{Code, CudaVersion, DriverError};
 use super::kernel::Kernel;
 use super::raw::{self, Failure, module::Code as Loaded, report};
+use super::sys::RawFunction;
 use gqa_kernels::registry::{self, Entry};
 use gqa_plan::plan::Capability;
 use gqa_ptx::Constants;
 use std::cmp::Reverse;
 use std::collections::{HashMap, HashSet};
-use std::ffi::CString;
+use std::ffi::{CStr, CString};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// One PTX module as it is shipped.
@@ -204,11 +205,12 @@ impl Modules {
         let started = std::time::Instant::now();
         let missing = || DriverError::MissingKernel { entry: entry.name, sm };
         let name = CString::new(entry.name).map_err(|_| missing())?;
-        let code = load(shipped, entry.name, constants, self.version)?.ok_or_else(missing)?;
+        let loaded = load(shipped, &name, constants, self.version)?;
+        let (code, function) = loaded.ok_or_else(missing)?;
         let cluster = if Capability::Clusters.is_of(sm) { entry.max_cluster } else { 1 };
-        // SAFETY: the code was just loaded.
-        let function = unsafe { raw::module::function(code, &name, entry.shared_bytes, cluster) };
-        let function = function.inspect_err(|_| unload(code))?;
+        // SAFETY: the function was just loaded.
+        let allowed = unsafe { raw::module::allow(function, entry.shared_bytes, cluster) };
+        allowed.inspect_err(|_| unload(code))?;
         let seconds = started.elapsed().as_secs_f64();
         let folded = !constants.is_empty();
         tracing::debug!(
@@ -239,16 +241,17 @@ fn unload(code: Loaded) {
     report(unsafe { raw::module::unload(code) });
 }
 
-/// A module with one entry and folded constants; `None` where the shipped text lacks the entry.
+/// The kernel with folded constants, in a module of its own; `None` where the shipped text lacks it.
 fn load(
     shipped: &Shipped,
-    entry: &str,
+    name: &CStr,
     constants: &Constants,
     version: CudaVersion,
-) -> Result<Option<Loaded>, DriverError> {
+) -> Result<Option<(Loaded, RawFunction)>, DriverError> {
     let rejected = |code, log| DriverError::PtxRejected { module: shipped.name(), code, log };
     let unreadable =
         |error: &dyn std::fmt::Display| rejected(Code::INVALID_IMAGE, error.to_string());
+    let entry = name.to_str().map_err(|error| unreadable(&error))?;
     let Some(text) = shipped.ptx(entry).map_err(|error| unreadable(&error))? else {
         return Ok(None);
     };
@@ -257,7 +260,7 @@ fn load(
         false => gqa_ptx::fold(&text, entry, constants),
     };
     let text = CString::new(text).map_err(|error| unreadable(&error))?;
-    raw::module::load(&text).map(Some).map_err(|(Failure { code, .. }, log)| match code {
+    raw::module::load(&text, name).map(Some).map_err(|(Failure { code, .. }, log)| match code {
         Code::UNSUPPORTED_PTX_VERSION => DriverError::DriverTooOld {
             have: version,
             need: shipped.needs(),

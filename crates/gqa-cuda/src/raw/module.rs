@@ -1,11 +1,10 @@
 //! Modules, their kernels, and launches.
 
-use super::super::error::Code as Status;
 use super::super::sys::{
     self, LaunchAttribute, LaunchConfig, RawFunction, RawKernel, RawLibrary, RawModule, RawStream,
 };
 use super::context::greatest_priority;
-use super::{Failure, call};
+use super::{Failure, call, report};
 use std::ffi::{CStr, c_int, c_uint, c_void};
 use std::ptr::null_mut;
 
@@ -18,10 +17,15 @@ pub(in super::super) enum Code {
     Module(RawModule),
 }
 
-/// Compiles and loads PTX text. A failure comes with the compiler's log. The thread may be
-/// capturing a stream meanwhile.
-pub(in super::super) fn load(ptx: &CStr) -> Result<Code, (Failure, String)> {
-    relaxed(|| compile(ptx)).map_err(|failure| (failure, String::new()))?
+/// Compiles PTX text, and loads its kernel `entry`. A failure comes with the compiler's log. The
+/// thread may be capturing a stream meanwhile.
+pub(in super::super) fn load(
+    ptx: &CStr,
+    entry: &CStr,
+) -> Result<(Code, RawFunction), (Failure, String)> {
+    // The other way also serves drivers that fail in the first, or tells why.
+    relaxed(|| load_library(ptx, entry).or_else(|_| load_module(ptx, entry)))
+        .map_err(|failure| (failure, String::new()))?
 }
 
 /// Runs `work` in this thread's relaxed capture mode, in which modules may be loaded while the
@@ -37,45 +41,66 @@ fn relaxed<T>(work: impl FnOnce() -> T) -> Result<T, Failure> {
     Ok(done)
 }
 
-fn compile(ptx: &CStr) -> Result<Code, (Failure, String)> {
+/// Without options, as the driver compiles the text when the function is asked for, and would write
+/// to buffers for a log until then.
+fn load_library(ptx: &CStr, entry: &CStr) -> Result<(Code, RawFunction), Failure> {
+    let (mut library, none): (RawLibrary, _) = (null_mut(), null_mut());
+    // SAFETY: the text ends with a NUL; there are no options.
+    unsafe {
+        let text = ptx.as_ptr().cast();
+        call!(cuLibraryLoadData(&raw mut library, text, none, null_mut(), 0, none, null_mut(), 0))
+    }?;
+    let find = || {
+        let (mut kernel, mut function): (RawKernel, RawFunction) = (null_mut(), null_mut());
+        // SAFETY: the library was just loaded; the driver stores one handle each.
+        unsafe {
+            call!(cuLibraryGetKernel(&raw mut kernel, library, entry.as_ptr()))?;
+            call!(cuKernelGetFunction(&raw mut function, kernel))?;
+        }
+        Ok(function)
+    };
+    keep(Code::Library(library), find())
+}
+
+fn load_module(ptx: &CStr, entry: &CStr) -> Result<(Code, RawFunction), (Failure, String)> {
     const ERROR_LOG_BUFFER: c_int = 5;
     const ERROR_LOG_BUFFER_SIZE_BYTES: c_int = 6;
     let mut log = vec![0u8; 16 << 10];
     let mut options = [ERROR_LOG_BUFFER, ERROR_LOG_BUFFER_SIZE_BYTES];
     // Values that fit are passed in place of a pointer.
     let mut values: [*mut c_void; 2] = [log.as_mut_ptr().cast(), log.len() as *mut c_void];
-    let count = options.len() as c_uint;
-    let (options, values) = (options.as_mut_ptr(), values.as_mut_ptr());
-    let text = ptx.as_ptr().cast();
-    let mut library: RawLibrary = null_mut();
-    // SAFETY: the text ends with a NUL; there are `count` options, and none of the library's; the
-    // log has the length passed.
+    let mut module: RawModule = null_mut();
+    // SAFETY: the text ends with a NUL; the log, which the driver writes before it returns, has the
+    // length passed.
     let loaded = unsafe {
-        call!(cuLibraryLoadData(
-            &raw mut library,
-            text,
-            options,
-            values,
-            count,
-            null_mut(),
-            null_mut(),
-            0
+        call!(cuModuleLoadDataEx(
+            &raw mut module,
+            ptx.as_ptr().cast(),
+            options.len() as c_uint,
+            options.as_mut_ptr(),
+            values.as_mut_ptr()
         ))
     };
-    let loaded = match loaded {
-        Err(failure) if failure.code == Status::NOT_FOUND => {
-            let mut module: RawModule = null_mut();
-            // SAFETY: as above.
-            let loaded =
-                unsafe { call!(cuModuleLoadDataEx(&raw mut module, text, count, options, values)) };
-            loaded.map(|()| Code::Module(module))
-        }
-        loaded => loaded.map(|()| Code::Library(library)),
+    let find = || {
+        let mut function: RawFunction = null_mut();
+        // SAFETY: the module was just loaded; the driver stores one handle.
+        unsafe { call!(cuModuleGetFunction(&raw mut function, module, entry.as_ptr())) }?;
+        Ok(function)
     };
-    loaded.map_err(|failure| {
+    loaded.and_then(|()| keep(Code::Module(module), find())).map_err(|failure| {
         let text = CStr::from_bytes_until_nul(&log).unwrap_or_default();
         (failure, text.to_string_lossy().trim().to_owned())
     })
+}
+
+/// The code with its function; unloaded where this was not found.
+fn keep(
+    code: Code,
+    function: Result<RawFunction, Failure>,
+) -> Result<(Code, RawFunction), Failure> {
+    // SAFETY: the code was just loaded, and has no other functions.
+    let function = function.inspect_err(|_| report(unsafe { unload(code) }))?;
+    Ok((code, function))
 }
 
 /// # Safety
@@ -93,34 +118,18 @@ pub(in super::super) unsafe fn unload(code: Code) -> Result<(), Failure> {
 /// The largest cluster that every GPU with clusters runs; a larger one needs an attribute.
 const PORTABLE_CLUSTER: u32 = 8;
 
-/// A kernel of loaded code, allowed `shared_bytes` bytes of dynamic shared memory and clusters of
-/// `cluster` CTAs.
+/// Allows a function `shared_bytes` bytes of dynamic shared memory, and clusters of `cluster` CTAs.
 ///
 /// # Safety
-/// `code` exists.
-pub(in super::super) unsafe fn function(
-    code: Code,
-    name: &CStr,
+/// `function` exists.
+pub(in super::super) unsafe fn allow(
+    function: RawFunction,
     shared_bytes: u32,
     cluster: u32,
-) -> Result<RawFunction, Failure> {
+) -> Result<(), Failure> {
     const MAX_DYNAMIC_SHARED_SIZE_BYTES: c_int = 8;
     const NON_PORTABLE_CLUSTER_SIZE_ALLOWED: c_int = 14;
-    let mut function: RawFunction = null_mut();
-    // SAFETY: the caller's; the driver stores one handle each.
-    unsafe {
-        match code {
-            Code::Library(library) => {
-                let mut kernel: RawKernel = null_mut();
-                call!(cuLibraryGetKernel(&raw mut kernel, library, name.as_ptr()))?;
-                call!(cuKernelGetFunction(&raw mut function, kernel))
-            }
-            Code::Module(module) => {
-                call!(cuModuleGetFunction(&raw mut function, module, name.as_ptr()))
-            }
-        }
-    }?;
-    // SAFETY: the function was just found.
+    // SAFETY: the caller's.
     let set = |attribute, value| unsafe { call!(cuFuncSetAttribute(function, attribute, value)) };
     if shared_bytes > 48 << 10 {
         set(MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes as c_int)?;
@@ -128,7 +137,7 @@ pub(in super::super) unsafe fn function(
     if cluster > PORTABLE_CLUSTER {
         set(NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)?;
     }
-    Ok(function)
+    Ok(())
 }
 
 /// How a kernel is launched.
