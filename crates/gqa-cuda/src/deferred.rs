@@ -6,7 +6,7 @@ use gqa_ptx::Constants;
 use gqa_tensor::Result;
 use std::mem;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, Once, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::{self, JoinHandle};
 
 /// The launch count from which a program is expected to call again with the same constants.
@@ -80,9 +80,9 @@ static WORK: Work = Work { threads: Mutex::new(Vec::new()), process: AtomicU32::
 impl Work {
     /// Runs `work` in a new thread; drops it if no thread can be started.
     fn start(work: impl FnOnce() + Send + 'static) {
-        static AT_EXIT: Once = Once::new();
+        // Each time, as the latest one runs first: before what was set up since is torn down.
         // SAFETY: the function takes nothing, unwinds never, and lives as long as the process.
-        AT_EXIT.call_once(|| _ = unsafe { libc::atexit(join_at_exit) });
+        _ = unsafe { libc::atexit(join_at_exit) };
         let mut threads = WORK.threads();
         if WORK.process.swap(std::process::id(), Ordering::AcqRel) != std::process::id() {
             // Those of a process that was forked. This one cannot join them.

@@ -223,19 +223,19 @@ pub struct PagedHopperParams {
     pub counts_new: u32,
     /// Query heads of a row tile; divides the query heads of a KV head, 64 at most.
     pub tile_heads: u32,
-    /// Work is counted in this many equal shares: work tiles longer than one are split.
-    pub shares: u32,
-    /// Parts of work tiles that scratch memory has room for; 0: nothing is split.
-    pub parts: u32,
-    /// Fewest key tiles of a part.
+    /// CTAs that have equal shares of the work, where these are not whole work tiles.
+    pub ctas: u32,
+    /// Columns of a row of their results: the kernel's head size.
+    pub columns: u32,
+    /// Fewest key tiles of a piece of a work tile.
     pub shortest: u32,
-    /// Keeps the size a multiple of 8 without hidden padding.
-    pub reserved: u32,
+    /// Keys of a tile.
+    pub keys: u32,
 }
 
 layer!(
-    PagedHopperParams fixes log_block_size, is_secondary, counts_new, tile_heads, shortest,
-    reserved; hopper in
+    PagedHopperParams fixes log_block_size, is_secondary, counts_new, tile_heads, columns,
+    shortest, keys; hopper in
     HopperParams; hopper.attention.k in Strides; hopper.attention.v in Strides
 );
 

@@ -33,8 +33,8 @@
 //!
 //! **Over a paged KV cache** two warps assemble each K and V tile from boxes, one box per block,
 //! and a row tile holds tokens of one sequence; q and out hold the tokens of all sequences packed
-//! one after the other (`pages.rs`). There query heads may share row tiles (`packing.rs`), and long
-//! row tiles may be split by what lengths the device finds (`row_tiles.rs`, `parts.rs`).
+//! one after the other (`pages.rs`). There query heads may share row tiles (`packing.rs`), and CTAs
+//! may have equal shares of the work by what lengths the device finds (`schedule.rs`, `parts.rs`).
 //!
 //! **Over a quantized KV cache** one more warpgroup converts each tile of quantized values to
 //! float16 in shared memory (`convert.rs`), and the consumers convert the queries to float16 in
@@ -69,6 +69,7 @@ mod queries;
 mod rotate;
 mod row_tiles;
 mod scales;
+mod schedule;
 mod shape;
 mod softmax;
 mod work;
@@ -77,6 +78,11 @@ mod work;
 pub use float8::operands_grid;
 pub use float8::{float8_operands, transposed_columns, transposed_rows};
 pub use pages::{LEAST_BOX, box_rows};
+pub use parts::{MERGE_THREADS, merge as merge_parts};
+pub use schedule::{
+    MOST_ROW_TILES, MOST_SEQUENCES, SHARED_BYTES as SCHEDULE_BYTES, THREADS as SCHEDULE_THREADS,
+    schedule,
+};
 pub use shape::{
     D64, D64Exact, D64Short, D80, D80Short, D96, D96Short, D128, D128Long, D160, D192, D224, D256,
     Float8D128, Float8D256, Hopper, MaskedD64, MaskedD128, MaskedD256, QuantizedD64, QuantizedD128,
@@ -101,6 +107,7 @@ use pages::Pages;
 use parts::Parts;
 use rotate::Rotation;
 use scales::{CacheScales, Scales};
+use schedule::Schedule;
 use shape::{Tile, WARPGROUP, WORK_SLOTS};
 
 /// Query rows of a TMA box.
@@ -177,8 +184,8 @@ impl<
             return;
         }
         if thread_idx() < WARPGROUP {
-            // The warps that load a mask or number parts need more registers. Larger heads leave
-            // none.
+            // The warps that load a mask or walk through a share need more registers. Larger heads
+            // leave none.
             if M > 0 || splits && D <= 128 {
                 registers_lower::<56>()
             } else if CODES || G == 2 {
@@ -189,7 +196,10 @@ impl<
             let columns = pointers.mask.map_or(u32::MAX, |mask| mask.columns);
             let pages = pointers.pages;
             if let Some(pages) = pages.filter(|_| warp() == 0) {
-                pages::load_keys_and_values::<Self>(base, k, v, pages, counter, p);
+                match pages.parts {
+                    Some(parts) => pages::load_share::<Self>(base, k, v, pages, parts, p),
+                    None => pages::load_keys_and_values::<Self>(base, k, v, pages, counter, p),
+                }
             } else if thread_idx() == 0 {
                 producer::load_keys_and_values::<Self>(base, k, v, seqlens, counter, columns, p);
             } else if thread_idx() == 32 {
@@ -302,8 +312,8 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
     }
 
     /// `run_paged` for calls with few rows or long sequences among short ones: the query heads of a
-    /// KV head share row tiles (`packing.rs`), and long row tiles are split into parts
-    /// (`parts.rs`).
+    /// KV head share row tiles (`packing.rs`), and all CTAs have equal shares of the work
+    /// (`schedule.rs`). [`schedule`] is before it, [`merge_parts`] behind it.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn run_paged_split<T: MmaElement>(
         q: TensorMap,
@@ -311,19 +321,21 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
         v: TensorMap,
         cos: Global<T>,
         sin: Global<T>,
-        starts: Global<i32>,
-        past_seqlens: Global<i32>,
         block_table: Global<i32>,
         head_sink: Global<T>,
         out: Global<T>,
-        counter: Global<u32>,
+        row_tiles: Global<u32>,
+        spots: Global<u32>,
         part_columns: Global<f32>,
         part_states: Global<[f32; 2]>,
         p: PagedHopperParams,
     ) {
-        let arrivals = counter.offset(1);
-        let parts = Parts { columns: part_columns, states: part_states, arrivals };
-        let pages = Pages::new(starts, past_seqlens, block_table, &p).split(parts, &p);
+        const { assert!(Self::ROWS == schedule::ROWS) }
+        let schedule = Schedule { row_tiles, spots };
+        let parts = Parts { columns: part_columns, states: part_states, schedule };
+        let lengths = Global::null();
+        let pages = Pages::new(lengths, lengths, block_table, &p).shared(parts, &p);
+        let counter = Global::null();
         Self::attend_paged([q, k, v], [cos, sin], pages, head_sink, out, counter, &p);
     }
 
@@ -629,15 +641,32 @@ pub fn grid(p: &AttentionParams, rows: u32, multiprocessors: u32) -> [u32; 3] {
     [u32::try_from(work).unwrap_or(u32::MAX).min(multiprocessors), 1, 1]
 }
 
-/// Grid of a launch over a paged KV cache.
+/// Grid of a launch over a paged KV cache whose CTAs draw whole work tiles.
 #[cfg(not(target_arch = "nvptx64"))]
 pub fn paged_grid(p: &PagedHopperParams, rows: u32, multiprocessors: u32) -> [u32; 3] {
     let a = &p.hopper.attention;
-    let tokens = packed_tokens(p.tile_heads, rows);
-    let tiles = crate::tile::pages::row_tiles(p.tokens, a.batch, tokens);
-    let tiles = u64::from(tiles) * u64::from(a.q_heads / p.tile_heads);
-    let parts = tiles + u64::from(p.parts);
-    [u32::try_from(parts).unwrap_or(u32::MAX).min(multiprocessors), 1, 1]
+    let tiles = crate::tile::pages::row_tiles(p.tokens, a.batch, rows);
+    [tiles.saturating_mul(a.q_heads).min(multiprocessors), 1, 1]
+}
+
+/// Grid of the merge that follows CTAs with equal shares of the work.
+#[cfg(not(target_arch = "nvptx64"))]
+pub fn merge_grid(p: &PagedHopperParams) -> [u32; 3] {
+    [p.ctas, schedule::ROWS / parts::MERGE_ROWS, 1]
+}
+
+/// Words of a schedule: those of up to so many row tiles, and those of where shares begin.
+#[cfg(not(target_arch = "nvptx64"))]
+pub fn schedule_words(p: &PagedHopperParams, row_tiles: usize) -> [usize; 2] {
+    let spots = (p.ctas + 1) * schedule::SPOT_WORDS;
+    [row_tiles * schedule::TILE_WORDS as usize, spots as usize]
+}
+
+/// Numbers that the CTAs leave for the merge: columns and states.
+#[cfg(not(target_arch = "nvptx64"))]
+pub fn part_elements(p: &PagedHopperParams) -> [usize; 2] {
+    let rows = 2 * p.ctas as usize * schedule::ROWS as usize;
+    [rows * p.columns as usize, rows]
 }
 
 /// Tokens of a row tile of `rows` rows that `heads` query heads share.

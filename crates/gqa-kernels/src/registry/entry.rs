@@ -169,6 +169,8 @@ roles! {
     /// Attention over splits of the keys where the family has kernels of their own for that; a
     /// merge follows.
     SplitAttention: "split_attention";
+    /// Divides the work of such attention among its CTAs, by the lengths on the device.
+    Schedule: "schedule";
     /// Merges splits of the keys.
     Merge: "combine";
     /// Rounds queries and values to float8 for the attention behind it.

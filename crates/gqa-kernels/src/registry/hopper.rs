@@ -18,6 +18,8 @@ pub(super) static TABLES: &[&[super::Entry]] = &[
     HOPPER_MASKED,
     HOPPER_PAGED,
     HOPPER_PAGED_SPLIT,
+    HOPPER_PAGED_MERGE,
+    HOPPER_PAGED_SCHEDULE,
     HOPPER_QUANTIZED,
     HOPPER_PAGED_QUANTIZED,
     FLOAT8_OPERANDS,
@@ -113,16 +115,32 @@ hopper_paged_kernels!(HOPPER_PAGED, Attention, run_paged,
     gqa_hopper_paged_f16_d256, gqa_hopper_paged_bf16_d256 => hopper::D256<false>;
 });
 
-// Heads that share row tiles, and parts of long ones.
+// Heads share row tiles, and CTAs have equal shares of the work.
 hopper_paged_kernels!(HOPPER_PAGED_SPLIT, SplitAttention, run_paged_split,
-    ([q 0, k 1, v 2] cos: T, sin: T, starts: i32, past_seqlens: i32, block_table: i32,
-     head_sink: T, out: T, counter: u32, part_columns: f32, part_states: [f32; 2];
+    ([q 0, k 1, v 2] cos: T, sin: T, block_table: i32, head_sink: T, out: T,
+     row_tiles: u32, spots: u32, part_columns: f32, part_states: [f32; 2];
      p: PagedHopperParams), {
     gqa_hopper_paged_split_f16_d64, gqa_hopper_paged_split_bf16_d64 => hopper::D64Short;
     gqa_hopper_paged_split_f16_d96, gqa_hopper_paged_split_bf16_d96 => hopper::D96Short;
     gqa_hopper_paged_split_f16_d128, gqa_hopper_paged_split_bf16_d128 => hopper::D128<false>;
     gqa_hopper_paged_split_f16_d192, gqa_hopper_paged_split_bf16_d192 => hopper::D192<false>;
     gqa_hopper_paged_split_f16_d256, gqa_hopper_paged_split_bf16_d256 => hopper::D256<false>;
+});
+
+kernels!(HOPPER_PAGED_MERGE, HopperPaged: Merge, "family-hopper-paged",
+    (row_tiles: u32, spots: u32, part_columns: f32, part_states: [f32; 2], head_sink: T, out: T;
+     p: PagedHopperParams),
+    each { head_size: 256, rows: 0, keys: 0, threads: hopper::MERGE_THREADS, min_blocks: 2,
+           shared: 0, hot: true, min_sm: 90 }, {
+    gqa_hopper_paged_merge_f16 => hopper::merge_parts::<f16>, T = f16;
+    gqa_hopper_paged_merge_bf16 => hopper::merge_parts::<bf16>, T = bf16;
+});
+
+kernels!(HOPPER_PAGED_SCHEDULE, HopperPaged: Schedule, "family-hopper-paged",
+    (starts: i32, past_seqlens: i32, row_tiles: u32, spots: u32; p: PagedHopperParams),
+    each { head_size: 0, rows: 0, keys: 0, threads: hopper::SCHEDULE_THREADS, min_blocks: 1,
+           shared: hopper::SCHEDULE_BYTES, hot: true, min_sm: 90 }, {
+    gqa_hopper_paged_schedule => hopper::schedule, T = f32;
 });
 
 /// Rows of the kernels for quantized KV caches, whatever their format, for both 16-bit types, and

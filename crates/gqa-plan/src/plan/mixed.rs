@@ -12,8 +12,9 @@
 //! overlaps that when SMs become free, and takes what work tiles are left in their queue: whatever
 //! the lengths turn out to be, no SM is idle for long.
 //!
-//! Where sequences may be long beside what others have to do, one launch of `hopper_paged` takes
-//! all sequences: its split kernels divide their work among the SMs by the lengths that they find.
+//! Where sequences may be long beside what others have to do, split kernels of `hopper_paged` take
+//! all sequences: a launch ahead of them divides their work among the SMs by the lengths on the
+//! device.
 //!
 //! Elsewhere `decode_paged` begins first, and what it leaves free is for the launches behind it. It
 //! appends the tokens of its own sequences, so that it need not wait for the launch that appends

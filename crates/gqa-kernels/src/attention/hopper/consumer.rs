@@ -11,7 +11,7 @@ use super::mask::Mask;
 use super::output::{Destination, Output};
 use super::packing::Packing;
 use super::pages::Pages;
-use super::parts::Seat;
+use super::parts;
 use super::rotate::Rotation;
 use super::scales::{CacheScales, TileRows};
 use super::shape::{Tile, WARPGROUP, WARPGROUP_ROWS};
@@ -226,16 +226,13 @@ impl<
             collect_sums::<S, O>(o, rows);
         }
         self.softmax.weigh(1, &mut s, rows);
-        // Parts need registers for what other CTAs left.
-        let splits = self.pointers.pages.is_some_and(|pages| pages.parts.is_some());
-        let packs_early = S::PACKS_EARLY || splits;
-        if packs_early {
+        if S::PACKS_EARLY {
             *weights = P::pack_weights::<C, W>(&s);
         }
         if ends {
             self.finish(o, done, from.slot);
         }
-        if !packs_early {
+        if !S::PACKS_EARLY {
             *weights = P::pack_weights::<C, W>(&s);
         }
         true
@@ -508,9 +505,10 @@ impl<
             if !output.has_rows() {
                 return;
             }
-            let part = slot.part::<S>().agreed();
-            let seat = Seat { thread: opaque(thread_idx()) - WARPGROUP, row: self.softmax.row };
-            if any_sync(part.of > 1) && !parts.join::<S, O>(part, seat, o, &mut rows) {
+            // Broadcast, so that the compiler knows that it is warp-uniform.
+            let place = shfl_idx_u32(slot.part::<S>(), 0);
+            if place != parts::WHOLE {
+                parts.leave::<S, O>(place, &output, o, &rows);
                 return;
             }
         }

@@ -188,13 +188,29 @@ impl Output<'_> {
     /// Writes the rows of a split.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn store_part<const O: usize>(&self, o: &[f32; O], partial_out: Global<f32>) {
+        let columns = self.p.head_size;
+        self.store_columns(o, columns, partial_out, |half| {
+            let s = self.place.row + self.row + 8 * half;
+            (s < self.rows).then(|| row_index(self.place, s, self.p) * columns as usize)
+        });
+    }
+
+    /// Writes the first `columns` columns in f32; row `row` or `row + 8` to where `at` says, if
+    /// anywhere.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub(super) fn store_columns<const O: usize>(
+        &self,
+        o: &[f32; O],
+        columns: u32,
+        to: Global<f32>,
+        at: impl Fn(u32) -> Option<usize>,
+    ) {
         // opaque(): as in `store_rows`.
         let lane = opaque(lane());
         let column = lane % 2 * 8 + lane % 4 / 2 * 4;
         let mut half = 0;
         while half < 2 {
-            let s = self.place.row + self.row + 8 * half as u32;
-            let at = row_index(self.place, s, self.p) * self.p.head_size as usize;
+            let at = at(half as u32);
             let mut group = 0;
             while group < O / 8 {
                 let pair = 8 * group + 2 * half;
@@ -202,8 +218,10 @@ impl Output<'_> {
                 let [a, c] = exchange([bits(0), bits(4)], lane, 1);
                 let [b, d] = exchange([bits(1), bits(5)], lane, 1);
                 let column = column + group as u32 * 16;
-                if s < self.rows && column < self.p.head_size {
-                    partial_out.store_vec(at + column as usize, [a, b, c, d]);
+                if let Some(at) = at
+                    && column < columns
+                {
+                    to.store_vec(at + column as usize, [a, b, c, d]);
                 }
                 group += 1;
             }

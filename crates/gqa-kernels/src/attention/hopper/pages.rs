@@ -2,8 +2,8 @@
 //! one after the other.
 //!
 //! **Row tiles** are numbered across all sequences (`row_tiles.rs`), except for sequences with few
-//! tokens where another kernel attends to them. The query heads of a KV head may share row tiles
-//! (`packing.rs`), and long ones are split into parts of their keys (`parts.rs`).
+//! tokens where another kernel attends to them. In kernels of their own the query heads of a KV head
+//! share row tiles (`packing.rs`), and CTAs have equal shares of the work (`schedule.rs`, `parts.rs`).
 //!
 //! **SharedQueue**: a secondary launch may join, for SMs that become free later; its CTAs draw from
 //! the same work. Neither launch depends on the other: whichever starts first does the available
@@ -20,7 +20,7 @@
 
 use super::packing::Packing;
 use super::parts::Parts;
-use super::row_tiles::{Limits, RowTiles};
+use super::row_tiles::RowTiles;
 use super::shape::{Arrival, CHUNK, Tile};
 use super::work::{KeyTiles, Place, Slot, TileScheduler, Work, first_key};
 use crate::concept::mask::Visible;
@@ -44,9 +44,8 @@ pub(super) struct Pages {
     /// The cache's last block.
     last: u32,
     pub(super) packing: Packing,
-    /// How far work is split; None: not at all.
-    limits: Option<Limits>,
-    /// Scratch memory of split work tiles.
+    /// Where CTAs have equal shares of the work, these, and scratch memory of pieces. None: work
+    /// tiles are whole, and CTAs draw them.
     pub(super) parts: Option<Parts>,
     queue: SharedQueue,
 }
@@ -97,7 +96,6 @@ impl Pages {
             log_rows: p.log_block_size,
             last: p.blocks - 1,
             packing: Packing::OneHead,
-            limits: None,
             parts: None,
             queue: SharedQueue {
                 primary: p.primary,
@@ -107,11 +105,10 @@ impl Pages {
         }
     }
 
-    /// With row tiles that heads share, and parts of long ones.
+    /// With row tiles that heads share, and equal shares of the work.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub(super) fn split(self, parts: Parts, p: &PagedHopperParams) -> Self {
-        let packing = Packing::Heads(p.tile_heads);
-        Self { packing, limits: Some(Limits::new(p)), parts: Some(parts), ..self }
+    pub(super) fn shared(self, parts: Parts, p: &PagedHopperParams) -> Self {
+        Self { packing: Packing::Heads(p.tile_heads), parts: Some(parts), ..self }
     }
 
     /// Programmatic dependent launch: waits for the launch before this one and triggers the next
@@ -308,8 +305,7 @@ pub(super) fn load_keys_and_values<S: Tile>(
     counter: Global<u32>,
     p: &AttentionParams,
 ) {
-    let Pages { sequences, packing, limits, .. } = pages;
-    let row_tiles = RowTiles::new::<S>(base, sequences, packing, limits, p);
+    let row_tiles = RowTiles::new::<S>(base, pages.sequences, p);
     // Rebuilt for each use: the count stays in shared memory to save a register.
     let scheduler = || TileScheduler { counter, count: row_tiles.count(p) };
     let leads = lane() == 0;
@@ -342,6 +338,33 @@ pub(super) fn load_keys_and_values<S: Tile>(
         n += 1;
         // Draws early: the answer arrives while the last tiles wait for free stages.
         boxes.load_all::<S>(work.place, work.keys, work.seqlen, p, draw_next);
+    }
+    if leads {
+        Slot::announce::<S>(base, n, None);
+    }
+    boxes.load_behind::<S>();
+}
+
+/// [`load_keys_and_values`] where CTAs have equal shares of the work.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+pub(super) fn load_share<S: Tile>(
+    base: u32,
+    k: TensorMap,
+    v: TensorMap,
+    pages: Pages,
+    parts: Parts,
+    p: &AttentionParams,
+) {
+    let leads = lane() == 0;
+    let mut share = parts.schedule.share(pages.packing, p.q_heads);
+    let mut boxes = Boxes::new::<S>(base, k, v, pages);
+    let mut n = 0;
+    while let Some(work) = share.next() {
+        if leads {
+            Slot::announce::<S>(base, n, Some(&work));
+        }
+        n += 1;
+        boxes.load_all::<S>(work.place, work.keys, work.seqlen, p, || ());
     }
     if leads {
         Slot::announce::<S>(base, n, None);
@@ -389,7 +412,7 @@ pub(super) fn look_for_gaps<S: Tile>(base: u32, pages: Pages, p: &AttentionParam
         if !keys.is_empty() {
             let (place, seqlen) = (slot.place::<S>(), slot.seqlen());
             let first = first_key(place.row, seqlen, p);
-            let first = if pages.limits.is_some() { first.max(keys.first * S::N) } else { first };
+            let first = if pages.parts.is_some() { first.max(keys.first * S::N) } else { first };
             let last = (keys.end * S::N).min(seqlen.total).max(first + 1) - 1;
             let blocks = [first, last].map(|key| key >> pages.log_rows);
             has_gaps = pages.has_gaps(place.batch, blocks);

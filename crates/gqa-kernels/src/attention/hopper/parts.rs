@@ -1,99 +1,70 @@
-//! Parts of work tiles over a paged KV cache: where a work tile has more than its share of the
-//! keys, several CTAs attend to a part of them each, and leave their results in f32. The warp that
-//! comes last merges those of its rows, in the order of the parts, so that results do not depend on
-//! who comes when.
+//! Pieces of row tiles over a paged KV cache: where several CTAs attend to one (`schedule.rs`), each
+//! leaves its results in f32, and [`merge`] merges them.
+//!
+//! A CTA has two pieces of shared row tiles at most: the first of its share, where the CTA before it
+//! has attended to other keys of the row tile, and the last one.
 
-use super::shape::{Tile, WARPGROUP};
-use crate::concept::softmax::SoftmaxState;
+use super::output::Output;
+use super::packing::{PackedRow, Packing};
+use super::schedule::{ROWS, Schedule, TILE_WORDS};
+use super::shape::Tile;
+use crate::concept::softmax::{LOG2_E, SoftmaxState};
+use crate::num::MmaElement;
+use crate::params::{PagedHopperParams, sink};
 use crate::simt::*;
+use crate::tile::warp::{LANES, sum as warp_sum};
 
-/// One of the parts of a work tile's keys.
-#[derive(Clone, Copy)]
-pub(super) struct Part {
-    /// Its number.
-    pub(super) nth: u32,
-    /// How many there are; 1: the work tile is whole.
-    pub(super) of: u32,
-    /// Where the first one's results are, in work tiles.
-    pub(super) first: u32,
+/// Threads of a CTA of the merge.
+pub const MERGE_THREADS: u32 = 32 * MERGE_WARPS;
+/// Rows of a row tile that a CTA merges. More CTAs take longer to begin than they save.
+pub(super) const MERGE_ROWS: u32 = MERGE_WARPS * WARP_ROWS as u32;
+
+const MERGE_WARPS: u32 = 8;
+/// Rows of a warp, whose loads are under way together.
+const WARP_ROWS: usize = 2;
+/// Columns of a row that a lane has at a time.
+const COLUMNS: u32 = 4;
+/// Pieces of a row whose columns a lane keeps in flight.
+const TOGETHER: usize = 2;
+/// CTAs whose pieces a warp looks for at a time: a lane sees where the share of the next one begins.
+const SEEN: u32 = LANES - 1;
+
+/// Stands for the place of a whole row tile, whose results go to the output.
+pub(super) const WHOLE: u32 = u32::MAX;
+
+/// Where the results of a CTA's piece are among those of all: of its first piece, if another CTA
+/// has begun that row tile, before those of the last one.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+pub(super) fn place(cta: u32, begun: bool) -> u32 {
+    2 * cta + u32::from(!begun)
 }
 
-/// Scratch memory of the parts.
+/// Scratch memory of the pieces.
 #[derive(Clone, Copy)]
 pub(super) struct Parts {
-    /// (part, output register / 4, thread, 4): each thread reads what the same thread of another
-    /// CTA wrote.
+    /// (piece, row of the tile, column of the kernel's head size)
     pub(super) columns: Global<f32>,
-    /// (part, row of the tile): maximum and sum.
+    /// (piece, row of the tile): maximum and sum.
     pub(super) states: Global<[f32; 2]>,
-    /// (part, warp): counters of the first parts, zero before and after.
-    pub(super) arrivals: Global<u32>,
-}
-
-/// A consumer thread's place in a work tile.
-#[derive(Clone, Copy)]
-pub(super) struct Seat {
-    /// Among the threads of all consumers.
-    pub(super) thread: u32,
-    /// First of its two rows in the tile; the other one is 8 below.
-    pub(super) row: u32,
-}
-
-impl Part {
-    /// All keys of a work tile.
-    pub(super) const WHOLE: Self = Self { nth: 0, of: 1, first: 0 };
-
-    /// Broadcasts the fields from lane 0, so that the compiler knows that they are warp-uniform:
-    /// what follows a branch on others would not use uniform registers.
-    #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub(super) fn agreed(self) -> Self {
-        let agreed = |word| shfl_idx_u32(word, 0);
-        Self { nth: agreed(self.nth), of: agreed(self.of), first: agreed(self.first) }
-    }
+    /// The shares of the CTAs.
+    pub(super) schedule: Schedule,
 }
 
 impl Parts {
-    /// Leaves the results of this part. Returns true in the warp that comes last, with the results
-    /// of all parts. States hold this lane's share of the sums, or with [`Tile::SUM_COLUMNS`] the
-    /// sums, before and after.
+    /// Leaves a thread's results. States hold this lane's share of the sums, or with
+    /// [`Tile::SUM_COLUMNS`] the sums.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub(super) fn join<S: Tile, const O: usize>(
+    pub(super) fn leave<S: Tile, const O: usize>(
         self,
-        part: Part,
-        seat: Seat,
-        o: &mut [f32; O],
-        states: &mut [SoftmaxState; 2],
-    ) -> bool {
-        self.leave::<S, O>(part.first + part.nth, seat, o, states);
-        if !self.is_last::<S>(part, seat) {
-            return false;
-        }
-        *states = [SoftmaxState::EMPTY; 2];
-        *o = [0.0; O];
-        let mut next = self.state::<S>(part.first, seat);
-        for at in Rolled(part.first..part.first + part.of, 1) {
-            // The next part's state is under way while this one's columns are.
-            let state = next;
-            next = self.state::<S>((at + 1).min(part.first + part.of - 1), seat);
-            self.add::<S, O>(at, state, seat, o, states);
-        }
-        true
-    }
-
-    #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn leave<S: Tile, const O: usize>(
-        self,
-        at: u32,
-        seat: Seat,
+        place: u32,
+        output: &Output<'_>,
         o: &[f32; O],
         states: &[SoftmaxState; 2],
     ) {
-        let mut i = 0;
-        while i < S::D as usize / 2 {
-            let words = [o[i], o[i + 1], o[i + 2], o[i + 3]].map(f32::to_bits);
-            self.columns.store_vec(columns::<S>(at, i, seat), words);
-            i += 4;
-        }
+        let first = place * S::ROWS + output.row;
+        output.store_columns(o, S::D, self.columns, |half| {
+            Some((first + 8 * half) as usize * S::D as usize)
+        });
         let mut half = 0;
         while half < 2 {
             let SoftmaxState { max, mut sum } = states[half];
@@ -102,80 +73,194 @@ impl Parts {
                 sum += shfl_xor_f32(sum, 2);
             }
             if lane() % 4 == 0 {
-                self.states.store(row::<S>(at, half, seat), [max, sum]);
+                self.states.store((first + 8 * half as u32) as usize, [max, sum]);
             }
             half += 1;
         }
     }
+}
 
-    /// Counts this warp's arrival. Returns true in the last warp, which then sees what the others
-    /// left.
-    #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn is_last<S: Tile>(self, part: Part, seat: Seat) -> bool {
-        sync_warp();
-        let mut before = 0;
-        if lane() == 0 {
-            let counter = part.first * (S::WARPGROUPS * WARPGROUP / 32) + seat.thread / 32;
-            before = self.arrivals.atomic_inc_acq_rel(counter as usize, part.of - 1);
+/// A row of a shared row tile, while its pieces are merged.
+#[derive(Clone, Copy)]
+struct Merged {
+    state: SoftmaxState,
+    /// Of 128 columns each, those of this lane.
+    columns: [[f32; COLUMNS as usize]; 2],
+}
+
+/// The kernel that merges pieces. **Grid**: CTAs of the attention, then [`MERGE_ROWS`] of a tile. A
+/// CTA merges these rows of the row tile whose first piece that CTA of the attention had.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+pub fn merge<T: MmaElement>(
+    row_tiles: Global<u32>,
+    spots: Global<u32>,
+    part_columns: Global<f32>,
+    part_states: Global<[f32; 2]>,
+    head_sink: Global<T>,
+    out: Global<T>,
+    p: PagedHopperParams,
+) {
+    grid_dependency_wait();
+    launch_dependents();
+    let schedule = Schedule { row_tiles, spots };
+    let parts = Parts { columns: part_columns, states: part_states, schedule };
+    let cta = block_idx_x();
+    let [begin, end] = [0, 1].map(|next| schedule.spot(cta + next));
+    let [row_tile, group, keys] = end;
+    if keys == 0 || is_within(begin, end) {
+        return;
+    }
+    let [_, first, start, _] = row_tiles.load_vec((TILE_WORDS * row_tile + 4) as usize);
+    let [past, total, ..] = row_tiles.load_vec((TILE_WORDS * row_tile + 8) as usize);
+    let row = block_idx_y() * MERGE_ROWS + warp() * WARP_ROWS as u32;
+    let found: [PackedRow; WARP_ROWS] = core::array::from_fn(|i| {
+        let row = Packing::Heads(p.tile_heads).find(first, row, i as u32);
+        PackedRow { is_empty: row.is_empty || row.token >= total.wrapping_sub(past), ..row }
+    });
+    let exists = found.map(|row| !row.is_empty);
+    let merged = parts.merge_rows(cta, end, (row, exists), &p);
+    for i in 0..WARP_ROWS {
+        if exists[i] {
+            let head = group * p.tile_heads + found[i].head;
+            let at = p.hopper.attention.out.at(0, head, start + found[i].token);
+            merged[i].store(out.offset(at), head, head_sink, &p);
         }
-        sync_warp();
-        // A vote, so that ptxas knows that the condition is warp-uniform.
-        any_sync(shfl_idx_u32(before, 0) + 1 == part.of)
+    }
+}
+
+/// Whether a share begins within the row tile of `end`, behind its first key tile.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+fn is_within([row_tile, group, keys]: [u32; 3], end: [u32; 3]) -> bool {
+    row_tile == end[0] && group == end[1] && keys > 0
+}
+
+/// The first of this lane's columns among the 128 with number `pass`.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+fn column(pass: usize) -> u32 {
+    pass as u32 * LANES * COLUMNS + lane() * COLUMNS
+}
+
+impl Merged {
+    const EMPTY: Self = Self { state: SoftmaxState::EMPTY, columns: [[0.0; 4]; 2] };
+
+    /// Lets each lane's piece have such a state; returns the factor of this lane's columns.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn weigh(&mut self, [max, sum]: [f32; 2]) -> f32 {
+        let factor = self.state.raise(over_lanes(max, f32::max));
+        let weight = self.state.weight(max);
+        self.state.sum += over_lanes(weight * sum, |a, b| a + b);
+        self.columns = self.columns.map(|columns| columns.map(|sum| sum * factor));
+        weight
     }
 
-    /// Maxima and sums of the thread's rows in the part at `at`.
+    /// Adds the attention sink if there is one, normalises the row and writes it.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn state<S: Tile>(self, at: u32, seat: Seat) -> [[f32; 2]; 2] {
-        [0, 1].map(|half| self.states.load(row::<S>(at, half, seat)))
-    }
-
-    /// Adds the results of the part at `at`, whose state is given.
-    #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn add<S: Tile, const O: usize>(
+    fn store<T: MmaElement>(
         self,
-        at: u32,
-        state: [[f32; 2]; 2],
-        seat: Seat,
-        o: &mut [f32; O],
-        states: &mut [SoftmaxState; 2],
+        out: Global<T>,
+        head: u32,
+        head_sink: Global<T>,
+        p: &PagedHopperParams,
     ) {
-        let (mut factors, mut weights) = ([0.0; 2], [0.0; 2]);
-        let mut half = 0;
-        while half < 2 {
-            let [max, sum] = state[half];
-            // The first of the lanes that share a row has the whole sum.
-            let sum = if S::SUM_COLUMNS || lane() % 4 == 0 { sum } else { 0.0 };
-            factors[half] = states[half].raise(max);
-            weights[half] = states[half].weight(max);
-            states[half].sum = fma(weights[half], sum, states[half].sum);
-            half += 1;
+        let Self { mut state, columns } = self;
+        let mut factor = 1.0;
+        let (sink, head_size) = (p.hopper.attention.sink, p.hopper.attention.head_size);
+        if sink != sink::NONE {
+            let is_given = sink == sink::PER_HEAD;
+            let logit = if is_given { head_sink.load(head as usize).to_f32() } else { 0.0 };
+            factor = state.join_sink(logit * LOG2_E);
         }
-        let mut i = 0;
-        while i < S::D as usize / 2 {
-            let words = self.columns.load_vec(columns::<S>(at, i, seat)).map(f32::from_bits);
-            let mut j = 0;
-            while j < 4 {
-                let (factor, weight) = (factors[j / 2], weights[j / 2]);
-                // A part in which a row sees no key may hold anything.
-                let added = if weight == 0.0 { 0.0 } else { weight * words[j] };
-                o[i + j] = fma(o[i + j], factor, added);
-                j += 1;
+        factor *= state.normaliser();
+        for pass in 0..2 {
+            let column = column(pass);
+            if column < head_size {
+                let [x, y, z, w] = columns[pass].map(|sum| sum * factor);
+                out.store_vec8(column as usize, [T::pack(x, y), T::pack(z, w)]);
             }
-            i += 4;
         }
     }
 }
 
-/// Index of output registers `i..i + 4` of a thread in the part at `at`.
-#[cfg_attr(target_arch = "nvptx64", inline(always))]
-fn columns<S: Tile>(at: u32, i: usize, seat: Seat) -> usize {
-    let threads = S::WARPGROUPS * WARPGROUP;
-    let vector = (at as usize * (S::D as usize / 8) + i / 4) * threads as usize;
-    (vector + seat.thread as usize) * 4
+impl Parts {
+    /// Merges rows of the tile in which the share of `cta` ends at `end`, from row `row` on, those
+    /// that exist. CTAs behind that one have the other pieces; an empty share has none.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn merge_rows(
+        self,
+        cta: u32,
+        end: [u32; 3],
+        (row, exists): (u32, [bool; WARP_ROWS]),
+        p: &PagedHopperParams,
+    ) -> [Merged; WARP_ROWS] {
+        let mut merged = [Merged::EMPTY; WARP_ROWS];
+        for first in Rolled(cta..p.ctas, SEEN) {
+            let other = (first + lane()).min(p.ctas);
+            let (begin, begun) = (self.schedule.spot(other), other > cta);
+            let next = begin.map(|word| shfl_idx_u32(word, (lane() + 1) % LANES));
+            let is_here = lane() < SEEN && (!begun || other < p.ctas && is_within(begin, end));
+            let row = place(other, begun) * ROWS + row;
+            let is_read = is_here && !(begun && begin == next);
+            let weights: [f32; WARP_ROWS] = core::array::from_fn(|i| {
+                let state = match is_read && exists[i] {
+                    true => self.states.load((row + i as u32) as usize),
+                    false => [f32::NEG_INFINITY, 0.0],
+                };
+                merged[i].weigh(state)
+            });
+            let count = warp_sum(u32::from(is_here), LANES);
+            for nth in Rolled(0..count, TOGETHER as u32) {
+                self.add(&mut merged, [nth, count], row, weights, p);
+            }
+            if count < SEEN {
+                break;
+            }
+        }
+        merged
+    }
+
+    /// Adds the columns of the pieces of lanes `nth..count`, a few at a time, times their weights.
+    /// What has no weight may not have been written.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn add(
+        self,
+        merged: &mut [Merged; WARP_ROWS],
+        [nth, count]: [u32; 2],
+        row: u32,
+        weights: [f32; WARP_ROWS],
+        p: &PagedHopperParams,
+    ) {
+        let mut words = [[[[0; 4]; 2]; WARP_ROWS]; TOGETHER];
+        let mut of_lane = [[0.0; WARP_ROWS]; TOGETHER];
+        for j in 0..TOGETHER {
+            let lane = nth + j as u32;
+            let row = shfl_idx_u32(row, lane % LANES);
+            for i in 0..WARP_ROWS {
+                let weight = shfl_idx_f32(weights[i], lane % LANES);
+                of_lane[j][i] = if lane < count { weight } else { 0.0 };
+                for pass in 0..2 {
+                    let column = column(pass);
+                    if of_lane[j][i] != 0.0 && column < p.columns {
+                        let at = (row + i as u32) as usize * p.columns as usize;
+                        words[j][i][pass] = self.columns.load_vec(at + column as usize);
+                    }
+                }
+            }
+        }
+        for j in 0..TOGETHER {
+            for i in 0..WARP_ROWS {
+                for pass in 0..2 {
+                    for c in 0..COLUMNS as usize {
+                        let sum = &mut merged[i].columns[pass][c];
+                        *sum = fma(of_lane[j][i], f32::from_bits(words[j][i][pass][c]), *sum);
+                    }
+                }
+            }
+        }
+    }
 }
 
-/// Index of the state of the thread's row `half`.
+/// `value` of all lanes, joined.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
-fn row<S: Tile>(at: u32, half: usize, seat: Seat) -> usize {
-    at as usize * S::ROWS as usize + seat.row as usize + 8 * half
+fn over_lanes(value: f32, join: impl Fn(f32, f32) -> f32) -> f32 {
+    [16, 8, 4, 2, 1].into_iter().fold(value, |value, mask| join(value, shfl_xor_f32(value, mask)))
 }

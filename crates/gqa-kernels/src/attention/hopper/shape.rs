@@ -127,8 +127,8 @@ pub(super) trait Tile {
     /// Flags of the work tiles over a paged KV cache: whether keys have no block. They follow the
     /// row tile window (`row_tiles.rs`) and are as far apart as the descriptions.
     const GAPS: u32 = Self::BYTES + row_tiles::BYTES;
-    /// Parts of the work tiles over a paged KV cache, between their flags.
-    const PARTS: u32 = Self::GAPS + 16;
+    /// Where the results of pieces of the work tiles go, between their flags.
+    const PARTS: u32 = Self::GAPS + 4;
     /// Shared memory of a CTA over a paged KV cache, in bytes.
     const PAGED_BYTES: u32 = {
         let bytes = Self::GAPS + WORK_SLOTS * WORK_BYTES;

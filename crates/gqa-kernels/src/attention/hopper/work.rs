@@ -1,9 +1,10 @@
 //! The work tiles of a CTA, in an order that keeps K and V in the L2 cache and ends with the
 //! shortest tiles.
 
-use super::parts::Part;
+use super::parts;
 use super::row_tiles::{Found, RowTiles};
 use super::shape::{Tile, WORK_BYTES, WORK_SLOTS};
+use crate::concept::pages::Sequence;
 use crate::concept::seqlen::Seqlen;
 use crate::num::quotient;
 use crate::params::AttentionParams;
@@ -18,8 +19,8 @@ pub(super) struct Work {
     /// Valid keys past the last column of the mask, which no row sees.
     hidden: u32,
     pub(super) keys: KeyTiles,
-    /// Over a paged KV cache, which part of the keys these are.
-    pub(super) part: Option<Part>,
+    /// Where the results of a piece of the keys go, in kernels that divide them among CTAs.
+    pub(super) part: Option<u32>,
 }
 
 /// Position of a work tile in the output.
@@ -63,7 +64,7 @@ impl Work {
         let seqlen = seqlens.get(batch, p);
         let hidden = seqlen.total.saturating_sub(columns);
         let row = row_tile * S::ROWS;
-        let keys = KeyTiles::new::<S>([row, row + S::ROWS], seqlen, hidden, false, p);
+        let keys = KeyTiles::new([row, row + S::ROWS], seqlen, hidden, false, S::N, p);
         let keys = if S::SPLITS { keys.split(split, p.splits) } else { keys };
         let place = Place { batch, head: pair - batch * p.q_heads, row, split, token: 0 };
         Self { place, seqlen, hidden, keys, part: None }
@@ -76,24 +77,68 @@ impl Work {
         row_tiles: &RowTiles,
         p: &AttentionParams,
     ) -> Self {
-        let (count, groups) = (row_tiles.count_of_heads(), row_tiles.groups(p));
-        let (group, nth) = Self::within(index, count, groups, p.l2_section);
-        let Found { batch, sequence, tile, part } = row_tiles.find::<S>(nth, group, p);
-        let tokens = row_tiles.tokens::<S>();
-        let (row, seqlen) = (tile * tokens, sequence.seqlen());
+        let (head, nth) = Self::within(index, row_tiles.count_of_head(), p.q_heads, p.l2_section);
+        let Found { batch, sequence, tile } = row_tiles.find::<S>(nth, p);
+        Self::of_row_tile(batch, [tile * S::ROWS, S::ROWS], sequence, S::N, p).of_head(head)
+    }
+
+    /// The row tile of `tokens` tokens of a sequence from `row` on, of the first query head, with
+    /// tiles of `n` keys.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub(super) fn of_row_tile(
+        batch: u32,
+        [row, tokens]: [u32; 2],
+        sequence: Sequence,
+        n: u32,
+        p: &AttentionParams,
+    ) -> Self {
         // opaque(): otherwise the comparison with 0 stays live across the loop over work tiles and
         // spills.
         let p = &AttentionParams { causal: opaque(p.causal), ..*p };
-        let keys = KeyTiles::new::<S>([row, row + tokens], seqlen, 0, true, p);
-        let head = group * row_tiles.packing.heads();
-        let place = Place { batch, head, row, split: 0, token: sequence.start };
-        let whole = Self { place, seqlen, hidden: 0, keys, part: None };
-        if !row_tiles.splits() {
-            return whole;
+        let seqlen = sequence.seqlen();
+        let keys = KeyTiles::new([row, row + tokens], seqlen, 0, true, n, p);
+        let place = Place { batch, head: 0, row, split: 0, token: sequence.start };
+        Self { place, seqlen, hidden: 0, keys, part: None }
+    }
+
+    /// The same of query head `head`.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn of_head(self, head: u32) -> Self {
+        Self { place: Place { head, ..self.place }, ..self }
+    }
+
+    /// A row tile of the first query head, as a schedule has it.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub(super) fn words(&self) -> [[u32; 4]; 3] {
+        let Self { place, seqlen, keys, .. } = self;
+        [
+            [keys.first, keys.end, keys.full_first, keys.full_end],
+            [place.batch, place.row, place.token, keys.cached_end],
+            [seqlen.past, seqlen.total, 0, 0],
+        ]
+    }
+
+    /// The row tile of those [`words`](Self::words), of query head `head`.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub(super) fn of_words(words: [u32; 10], head: u32) -> Self {
+        let [first, end, full_first, full_end, batch, row, token, cached_end, past, total] = words;
+        Self {
+            place: Place { batch, head, row, split: 0, token },
+            seqlen: Seqlen { past, total },
+            hidden: 0,
+            keys: KeyTiles { first, end, full_first, full_end, cached_end },
+            part: None,
         }
-        let of = row_tiles.parts_of(keys.count(), part.of);
-        let keys = if part.nth < of { keys.split(part.nth, of) } else { KeyTiles::NONE };
-        Self { keys, part: Some(Part { of, ..part }), ..whole }
+    }
+
+    /// The piece that this CTA has, key tiles `from..to`.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub(super) fn piece(self, [from, to]: [u32; 2]) -> Self {
+        let place = match (from > 0, to < self.keys.count()) {
+            (false, false) => parts::WHOLE,
+            (begun, _) => parts::place(block_idx_x(), begun),
+        };
+        Self { keys: self.keys.between([from, to]), part: Some(place), ..self }
     }
 
     /// Decodes work tile number `index` into a pair and a row tile of it. Each pair, of a head and
@@ -117,16 +162,15 @@ impl Work {
 }
 
 impl KeyTiles {
-    const NONE: Self = Self { first: 0, end: 0, full_first: 0, full_end: 0, cached_end: 0 };
-
-    /// The key tiles that rows `row..end` see. `may_lack` says that rows may see no key: they then
-    /// get one tile that is wholly masked, so that the consumers write their results.
+    /// The tiles of `n` keys that rows `row..end` see. `may_lack` says that rows may see no key:
+    /// they then get one tile that is wholly masked, so that the consumers write their results.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn new<S: Tile>(
+    fn new(
         [row, end]: [u32; 2],
         seqlen: Seqlen,
         hidden: u32,
         may_lack: bool,
+        n: u32,
         p: &AttentionParams,
     ) -> Self {
         let Seqlen { total, past } = seqlen;
@@ -143,11 +187,11 @@ impl KeyTiles {
         let has_rows = || if may_lack { row < seqlen.new_rows() } else { seqlen.is_token(row) };
         let window = |end: u32| if p.window > 0 { end.saturating_sub(p.window) } else { 0 };
         Self {
-            first: window(low) / S::N,
-            end: if has_rows() { high.min(seen).div_ceil(S::N).max(may_lack.into()) } else { 0 },
-            full_first: window(high).div_ceil(S::N),
-            full_end: low.min(seen) / S::N,
-            cached_end: low.div_ceil(S::N).min(total / S::N),
+            first: window(low) / n,
+            end: if has_rows() { high.min(seen).div_ceil(n).max(may_lack.into()) } else { 0 },
+            full_first: window(high).div_ceil(n),
+            full_end: low.min(seen) / n,
+            cached_end: low.div_ceil(n).min(total / n),
         }
     }
 
@@ -159,9 +203,15 @@ impl KeyTiles {
         Self { first, end: (first + tiles).min(self.end), ..self }
     }
 
+    /// Those from number `from` to `to` of them.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn between(self, [from, to]: [u32; 2]) -> Self {
+        Self { first: self.first + from, end: self.first + to, ..self }
+    }
+
     /// How many there are.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn count(self) -> u32 {
+    pub(super) fn count(self) -> u32 {
         self.end.saturating_sub(self.first)
     }
 
@@ -249,8 +299,8 @@ impl Slot {
         let base = opaque(base);
         let Self(at) = Self::new::<S>(base, n);
         if let Some(Work { place, seqlen, hidden, keys, part }) = work {
-            if let Some(Part { nth, of, first }) = *part {
-                st_shared_vec(at + (S::PARTS - S::WORK), [nth, of, first, 0]);
+            if let Some(place) = *part {
+                st_shared(at + (S::PARTS - S::WORK), place);
             }
             st_shared_vec(at, [keys.first, keys.end, keys.full_first, keys.full_end]);
             let last = if S::SPLITS { place.split } else { place.token };
@@ -280,11 +330,10 @@ impl Slot {
         Place { batch, head, row, split, token }
     }
 
-    /// The part of the keys of a work tile over a paged KV cache.
+    /// Where the results of a piece go.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub(super) fn part<S: Tile>(self) -> Part {
-        let [nth, of, first, _] = ld_shared_vec(self.0 + (S::PARTS - S::WORK));
-        Part { nth, of, first }
+    pub(super) fn part<S: Tile>(self) -> u32 {
+        ld_shared(self.0 + (S::PARTS - S::WORK))
     }
 
     /// Records whether keys of the work tile have no block in a paged KV cache.

@@ -12,7 +12,7 @@ use crate::plan::options::PlanOption;
 use crate::plan::params::{output, params, rotary_params};
 use crate::plan::scratch::Scratch;
 use crate::plan::{requirements, select};
-use crate::{DType, Error, Pages, Problem, Result};
+use crate::{Error, Pages, Problem, Result};
 use bytemuck::Pod;
 use gqa_kernels::attention::hopper as kernels;
 use gqa_kernels::params::{AttentionParams, HopperParams, PagedHopperParams, Strides};
@@ -46,8 +46,29 @@ impl Family for HopperPaged {
 
     fn launches(&self, kernel: &Kernel, job: Job<'_>) -> Result<Vec<Launch>> {
         let paged = PagedCall::new(job, kernel.entry)?;
-        Ok(vec![paged.launch(&paged.params)?])
+        let attention = paged.launch(&paged.params)?;
+        if kernel.entry.role == Role::Attention {
+            return Ok(vec![attention]);
+        }
+        let overlapping = |role, grid| {
+            let entry = beside(kernel.entry, role)?;
+            let launch = launch(entry, grid, &paged.arguments, &paged.params)?;
+            Ok::<_, Error>(Launch { programmatic: true, ..launch })
+        };
+        let schedule = overlapping(Role::Schedule, [1, 1, 1])?;
+        let merge = overlapping(Role::Merge, kernels::merge_grid(&paged.params))?;
+        Ok(vec![schedule, Launch { programmatic: true, ..attention }, merge])
     }
+}
+
+/// The kernel with that role beside one of its family, for its element type if for any.
+pub(super) fn beside(entry: &Entry, role: Role) -> Result<&'static Entry> {
+    let is_it = |other: &&Entry| {
+        let suits = other.dtype == entry.dtype || role == Role::Schedule;
+        other.family == entry.family && other.role == role && suits
+    };
+    let missing = || Error::NoKernel(format!("{} has no {role:?}", entry.name));
+    entries().find(is_it).ok_or_else(missing)
 }
 
 /// The kernel of this family, or of that for quantized caches.
@@ -112,10 +133,13 @@ fn split(call: &Call<'_>, entry: &'static Entry) -> Option<Kernel> {
             && split.head_size == entry.head_size
     };
     let split = entries().find(is_sister)?;
+    let division = Division::of(p, p.pages?, split, device);
+    if !division.fits(p) {
+        return None;
+    }
     if let Some(forced) = call.options.force {
         return (forced == split.name).then(|| Kernel::whole(split));
     }
-    let division = Division::of(p, p.pages?, split, device);
     let few_rows = !fills_tiles(p) && !reading_often_pays(p, device);
     (few_rows || division.pays()).then(|| Kernel::whole(split))
 }
@@ -124,14 +148,16 @@ fn split(call: &Call<'_>, entry: &'static Entry) -> Option<Kernel> {
 struct Division {
     /// Query heads of a row tile.
     tile_heads: usize,
-    /// Row tiles of all sequences and heads, and key tiles of one, at most: whatever lengths the
+    /// Groups of them.
+    groups: usize,
+    /// Row tiles of all sequences for a group, and key tiles of one, at most: whatever lengths the
     /// device finds, kernels clamp them to these.
     most: [usize; 2],
     /// Key tiles of the longest row tile, if the lengths are as the call says.
     longest: usize,
     /// Key tiles of an SM's share of all work, if prompts have no keys before them.
     share: usize,
-    /// Fewest key tiles of a part.
+    /// Fewest key tiles of a piece.
     shortest: usize,
     /// KV heads of sequences of one token, for which there is a kernel of their own.
     steps: usize,
@@ -152,13 +178,11 @@ impl Division {
         let full_tiles = (pages.tokens / tokens).saturating_mul(groups);
         Self {
             tile_heads,
-            most: [
-                p.batch.saturating_mul(p.q_len.div_ceil(tokens)).saturating_mul(groups),
-                key_tiles(p.capacity),
-            ],
+            groups,
+            most: [row_tiles(pages, p, tile_heads as u32, entry), key_tiles(p.capacity)],
             longest: key_tiles(p.total_len),
             share: full_tiles.saturating_mul(own) / multiprocessors.max(1),
-            shortest: shortest_part(entry),
+            shortest: shortest_piece(entry),
             steps: (p.batch - long_sequences(p, pages)) * p.kv_heads,
             multiprocessors,
         }
@@ -168,27 +192,32 @@ impl Division {
     /// a larger kernel, and for its decode steps, which take longer than in a kernel of their own
     /// (measured: `docs/perf-log.md`).
     fn pays(&self) -> bool {
+        /// What the launches before and behind cost, in key tiles.
+        const LAUNCHES: usize = 4;
         let factor = if self.steps < self.multiprocessors { 3 } else { 8 };
-        self.longest > self.share.saturating_add(self.shortest).saturating_mul(factor)
+        self.longest > self.share.saturating_add(LAUNCHES).saturating_mul(factor)
     }
 
-    /// Parts of split row tiles, at most. A row tile is split into parts of half a share, and all
-    /// row tiles of a sequence have at most twice the keys of their mean: six for each share.
-    fn parts(&self) -> usize {
+    /// CTAs for which there may be a piece.
+    fn ctas(&self) -> usize {
         let [row_tiles, key_tiles] = self.most;
-        if key_tiles <= self.shortest {
-            return 0;
-        }
-        let parts = row_tiles.saturating_mul(key_tiles.div_ceil(self.shortest));
-        parts.min(6 * self.multiprocessors)
+        let pieces = row_tiles.saturating_mul(self.groups);
+        let pieces = pieces.saturating_mul(key_tiles.div_ceil(self.shortest));
+        pieces.clamp(1, self.multiprocessors)
+    }
+
+    /// Whether a schedule has room for the call, and can count its work.
+    fn fits(&self, p: &Problem) -> bool {
+        let [row_tiles, key_tiles] = self.most;
+        p.batch <= kernels::MOST_SEQUENCES as usize
+            && row_tiles <= kernels::MOST_ROW_TILES as usize
+            && row_tiles.saturating_mul(key_tiles.saturating_add(2)) <= i32::MAX as usize
     }
 }
 
-/// Fewest key tiles of a part of a work tile: those of 512 keys, and of 1024 where heads are large,
-/// whose parts take longer to merge.
-fn shortest_part(entry: &Entry) -> usize {
-    let keys = if entry.head_size <= 128 { 512 } else { 1024 };
-    keys / entry.keys as usize
+/// Fewest key tiles of a piece of a work tile: those of 256 keys.
+fn shortest_piece(entry: &Entry) -> usize {
+    256 / entry.keys as usize
 }
 
 /// What a launch takes, over a cache of elements or of quantized values. It rotates queries if
@@ -205,7 +234,8 @@ impl PagedCall {
     pub(super) fn new(job: Job<'_>, entry: &'static Entry) -> Result<Self> {
         let params = paged_params(&job, entry)?;
         let mut arguments = arguments(&job, &params, entry)?;
-        arguments.extend(scratch(&params, entry, job.scratch)?);
+        let row_tiles = row_tiles(pages(job.problem)?, job.problem, params.tile_heads, entry);
+        arguments.extend(scratch(&params, entry, row_tiles, job.scratch)?);
         Ok(Self {
             entry,
             params,
@@ -244,12 +274,15 @@ fn paged_params(job: &Job<'_>, entry: &Entry) -> Result<PagedHopperParams> {
         is_secondary: 0,
         counts_new: pages.counts_new.into(),
         tile_heads: u32_of("query heads", tile_heads)?,
-        shares: device.multiprocessors,
-        parts: u32_of("parts", division.as_ref().map_or(0, Division::parts))?,
-        shortest: u32_of("key tiles", shortest_part(entry))?,
-        reserved: 0,
+        ctas: u32_of("CTAs", division.as_ref().map_or(0, Division::ctas))?,
+        columns: entry.head_size,
+        shortest: u32_of("key tiles", shortest_piece(entry))?,
+        keys: entry.keys,
     };
-    let [most, ..] = kernels::paged_grid(&params, entry.rows, device.multiprocessors);
+    let most = match divides {
+        true => params.ctas,
+        false => kernels::paged_grid(&params, entry.rows, device.multiprocessors)[0],
+    };
     let all = TileQueue { primary: most, secondary: 0, is_secondary: false };
     let queue = task.queue.unwrap_or(all);
     Ok(PagedHopperParams {
@@ -259,6 +292,13 @@ fn paged_params(job: &Job<'_>, entry: &Entry) -> Result<PagedHopperParams> {
         is_secondary: queue.is_secondary.into(),
         ..params
     })
+}
+
+/// Row tiles of all sequences for a group of query heads, at most.
+fn row_tiles(pages: Pages, p: &Problem, tile_heads: u32, entry: &Entry) -> usize {
+    let tokens = kernels::packed_tokens(tile_heads, entry.rows) as usize;
+    let of_longest = p.batch.saturating_mul(p.q_len.div_ceil(tokens));
+    of_longest.min(pages.tokens / tokens + p.batch)
 }
 
 /// Sequences of as many tokens as the longest, where as many others as possible have one.
@@ -281,22 +321,26 @@ fn tile_heads(p: &Problem, pages: Pages, rows: u32) -> usize {
     (1..=group.min(kernels::QUERY_BOX as usize)).filter(fits).min_by_key(tiles).unwrap_or(1)
 }
 
-/// What the parts of split work tiles leave for each other, and counters: one from which work tiles
-/// are drawn, and behind it the arrivals of each warp's parts.
+/// Scratch memory: a counter from which work tiles are drawn; or a schedule of up to so many row
+/// tiles, and what pieces leave for the merge.
 fn scratch(
     params: &PagedHopperParams,
     entry: &Entry,
+    row_tiles: usize,
     scratch: &mut Scratch,
-) -> Result<[(&'static str, Arg); 3]> {
-    let (parts, rows) = (params.parts as usize, entry.rows as usize);
-    let mut take = |elements: usize| match elements {
-        0 => Ok(Arg::Null),
-        _ => scratch.take(elements, DType::F32.size()),
-    };
-    let columns = take(parts * rows * entry.head_size as usize)?;
-    let states = take(parts * rows * 2)?;
-    let counter = scratch.count(1 + parts * rows / kernels::WARP_ROWS as usize);
-    Ok([("counter", counter), ("part_columns", columns), ("part_states", states)])
+) -> Result<Vec<(&'static str, Arg)>> {
+    if entry.role == Role::Attention {
+        return Ok(vec![("counter", scratch.count(1))]);
+    }
+    let [row_tiles, spots] = kernels::schedule_words(params, row_tiles);
+    let [columns, states] = kernels::part_elements(params);
+    let mut take = |elements, size| scratch.take(elements, size);
+    Ok(vec![
+        ("row_tiles", take(row_tiles, size_of::<u32>())?),
+        ("spots", take(spots, size_of::<u32>())?),
+        ("part_columns", take(columns, size_of::<f32>())?),
+        ("part_states", take(states, size_of::<[f32; 2]>())?),
+    ])
 }
 
 /// The cache is (block, row, head), and the output's rows are tokens. Strides of the cache count

@@ -1,7 +1,8 @@
 //! `latent`: decode steps over a paged latent KV cache.
 
 use super::hopper::boxes;
-use super::hopper_paged::pages;
+use super::hopper_paged::{beside, pages};
+use crate::Result;
 use crate::plan::TensorId;
 use crate::plan::build::{launch, pages_strides, tensor, u32_of};
 use crate::plan::decision::Rejection;
@@ -12,10 +13,9 @@ use crate::plan::options::PlanOption;
 use crate::plan::params::{output, params};
 use crate::plan::{requirements, select};
 use crate::problem::{Pages, Problem, Sink};
-use crate::{Error, Result};
 use gqa_kernels::attention::latent as kernels;
 use gqa_kernels::params::{AttentionParams, LatentParams, Strides};
-use gqa_kernels::registry::{self, Entry, Role, entries};
+use gqa_kernels::registry::{self, Role};
 
 pub(in crate::plan) struct Latent;
 
@@ -76,18 +76,10 @@ impl Family for Latent {
             |entry, grid| Ok(Launch { programmatic, ..launch(entry, grid, &arguments, &params)? });
         let mut launches = vec![launch(entry, kernels::grid(&params))?];
         if merges {
-            launches.push(launch(merge_of(entry)?, kernels::merge_grid(&params))?);
+            launches.push(launch(beside(entry, Role::Merge)?, kernels::merge_grid(&params))?);
         }
         Ok(launches)
     }
-}
-
-/// The merge for the element type of a kernel.
-fn merge_of(entry: &Entry) -> Result<&'static Entry> {
-    let is_it = |other: &&Entry| {
-        other.family == entry.family && other.role == Role::Merge && other.dtype == entry.dtype
-    };
-    entries().find(is_it).ok_or_else(|| Error::NoKernel(format!("{} has no merge", entry.name)))
 }
 
 /// Nothing but q·k, lengths and a softcap decides scores.
