@@ -90,7 +90,7 @@ pub fn latent(sizes: &[[usize; 2]], most: usize) -> BoxedStrategy<LatentCase> {
         1 => Just(LatentRows::External),
     ];
     let heads =
-        (prop::sample::select(vec![1usize, 3, 16, 20]), prop::sample::select(sizes.to_vec()));
+        (prop::sample::select(vec![1usize, 3, 16, 20, 64]), prop::sample::select(sizes.to_vec()));
     let scores = (prop::option::weighted(0.2, 1..=most), prop::option::weighted(0.2, 0.5..8.0f32));
     let call = (crate::any_dtype(), heads, sequences, rows, scores);
     (call, any::<[bool; 13]>(), any::<u64>())

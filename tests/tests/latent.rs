@@ -55,7 +55,7 @@ fn steps_in_place() {
         let h200 = DeviceInfo::known("h200").expect("a known device");
         let device = DeviceInfo { multiprocessors, ..h200 };
         let options = PlanOptions { splits, ..PlanOptions::default() };
-        let cases = latent_in_place(latent(&SIZES[..1], 150), &device);
+        let cases = latent_in_place(latent(&SIZES[..1], 500), &device);
         let sim = Sim::default().with_device(device).with_options(options);
         parity(&format!("sim, latent in place, splits {splits:?}"), 12, cases, &sim);
     }

@@ -126,6 +126,8 @@ pub(crate) enum Source {
     Shared,
     /// Registers; B is MN-major, or K-major where elements have 8 bits.
     Registers,
+    /// Registers; B is K-major though elements have 16 bits.
+    RegistersByK,
 }
 
 impl Wgmma {
@@ -134,12 +136,14 @@ impl Wgmma {
             (Element::Half(Product::F16), Source::Shared, false) => "wgmma_f16",
             (Element::Half(Product::F16), Source::Shared, true) => "wgmma_add_f16",
             (Element::Half(Product::F16), Source::Registers, _) => "wgmma_registers_f16",
+            (Element::Half(Product::F16), Source::RegistersByK, _) => "wgmma_k_major_f16",
+            (Element::Half(Product::Bf16), Source::RegistersByK, _) => "wgmma_k_major_bf16",
             (Element::Half(Product::Bf16), Source::Shared, false) => "wgmma_bf16",
             (Element::Half(Product::Bf16), Source::Shared, true) => "wgmma_add_bf16",
             (Element::Half(Product::Bf16), Source::Registers, _) => "wgmma_registers_bf16",
             (Element::E4m3, Source::Shared, false) => "wgmma_e4m3",
             (Element::E4m3, Source::Shared, true) => "wgmma_add_e4m3",
-            (Element::E4m3, Source::Registers, _) => "wgmma_registers_e4m3",
+            (Element::E4m3, Source::Registers | Source::RegistersByK, _) => "wgmma_registers_e4m3",
         }
     }
 }

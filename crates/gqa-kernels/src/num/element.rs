@@ -95,6 +95,9 @@ pub trait MmaElement: Element {
     /// `d = keep · d + a · b` over 16 rows of `b` for a warpgroup, `a` from registers; where `keep`
     /// is false, whatever `d` is.
     fn wgmma_registers<const C: usize>(d: &mut [f32; C], keep: bool, a: [u32; 4], b: u64);
+    /// `d = keep · d + a · b` over 16 columns of 64 rows of `b` for a warpgroup, `a` from
+    /// registers; where `keep` is false, whatever `d` is.
+    fn wgmma_k_major(d: &mut [f32; 32], keep: bool, a: [u32; 4], b: u64);
 }
 
 impl Element for f32 {
@@ -177,6 +180,10 @@ impl MmaElement for f16 {
     fn wgmma_registers<const C: usize>(d: &mut [f32; C], keep: bool, a: [u32; 4], b: u64) {
         simt::wgmma_registers_f16(d, keep, a, b);
     }
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn wgmma_k_major(d: &mut [f32; 32], keep: bool, a: [u32; 4], b: u64) {
+        simt::wgmma_k_major_f16(d, keep, a, b);
+    }
 }
 
 impl MmaElement for bf16 {
@@ -201,5 +208,9 @@ impl MmaElement for bf16 {
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn wgmma_registers<const C: usize>(d: &mut [f32; C], keep: bool, a: [u32; 4], b: u64) {
         simt::wgmma_registers_bf16(d, keep, a, b);
+    }
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn wgmma_k_major(d: &mut [f32; 32], keep: bool, a: [u32; 4], b: u64) {
+        simt::wgmma_k_major_bf16(d, keep, a, b);
     }
 }

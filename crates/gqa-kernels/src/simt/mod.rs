@@ -22,7 +22,7 @@
 //! | bulk copy | `bulk_load(shared address, Global<T>, element index, bytes, mbarrier)`, `bulk_load_hinted(.., CachePolicy)`, `evict_first()`, `evict_last()` (SM 90) |
 //! | between CTAs | [`Global`]`<u32>`: `atomic_add`, `atomic_inc`, each also `_acq_rel`, `load_acquire`, `load_relaxed`, `store_release`, `store_relaxed`; `fence_gpu()` |
 //! | between grids | `grid_dependency_wait()`, `launch_dependents()` |
-//! | warpgroup | `wgmma_{f16,bf16,e4m3}`, `wgmma_add_*`, `wgmma_registers_*`, `wgmma_fence()`, `wgmma_commit()`, `wgmma_wait::<N>()`, `registers_raise::<N>()`, `registers_lower::<N>()`, `named_barrier_sync(id, threads)`, `named_barrier_arrive(id, threads)` (SM 90a) |
+//! | warpgroup | `wgmma_{f16,bf16,e4m3}`, `wgmma_add_*`, `wgmma_registers_*`, `wgmma_k_major_{f16,bf16}`, `wgmma_fence()`, `wgmma_commit()`, `wgmma_wait::<N>()`, `registers_raise::<N>()`, `registers_lower::<N>()`, `named_barrier_sync(id, threads)`, `named_barrier_arrive(id, threads)` (SM 90a) |
 //! | optimiser | `opaque(u32)`: the same value, hidden from the optimiser; [`Rolled`] |
 //! | abort | `trap()` |
 //!

@@ -24,7 +24,8 @@ pub use tma::{
 };
 pub use warpgroup::{
     wgmma_add_bf16, wgmma_add_e4m3, wgmma_add_f16, wgmma_bf16, wgmma_commit, wgmma_e4m3, wgmma_f16,
-    wgmma_fence, wgmma_registers_bf16, wgmma_registers_e4m3, wgmma_registers_f16, wgmma_wait,
+    wgmma_fence, wgmma_k_major_bf16, wgmma_k_major_f16, wgmma_registers_bf16, wgmma_registers_e4m3,
+    wgmma_registers_f16, wgmma_wait,
 };
 
 pub(crate) use mbarrier::{has_passed, missing, release_initialised};

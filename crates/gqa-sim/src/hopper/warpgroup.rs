@@ -132,9 +132,10 @@ fn multiply(block: &mut Block, warpgroup: usize, form: Wgmma) -> Checked {
                 read_k_major(block, form, a, 64),
             )
         }
-        Source::Registers => {
+        Source::Registers | Source::RegistersByK => {
             let a = read_fragments(&block.lanes[first..][..128], form);
-            let b = if form.element == Element::E4m3 {
+            let by_k = form.element == Element::E4m3 || form.a == Source::RegistersByK;
+            let b = if by_k {
                 block.shared.touch_units(&all, b.k_major(0..form.columns))?;
                 transpose(form, &read_k_major(block, form, b, form.columns))
             } else {
@@ -311,6 +312,10 @@ fn words(a: u64, b: u64) -> [u32; 4] {
     [b as u32, (b >> 32) as u32, a as u32, (a >> 32) as u32]
 }
 
+fn fragment([a0, a1, a2, a3]: [u32; 4], b: u64) -> [u32; 6] {
+    [b as u32, (b >> 32) as u32, a0, a1, a2, a3]
+}
+
 macro_rules! wgmma {
     ($element:expr, $order:literal, $fresh:ident, $add:ident, $registers:ident) => {
         /// `a · b`, both K-major in shared memory, given by descriptors.
@@ -333,11 +338,24 @@ macro_rules! wgmma {
         #[track_caller]
         #[inline]
         pub fn $registers<const C: usize>(d: &mut [f32; C], keep: bool, a: [u32; 4], b: u64) {
-            let operands = [b as u32, (b >> 32) as u32, a[0], a[1], a[2], a[3]];
-            issue(($element, Source::Registers, keep), d, operands);
+            issue(($element, Source::Registers, keep), d, fragment(a, b));
         }
     };
 }
 wgmma!(Element::Half(Product::F16), "MN-major", wgmma_f16, wgmma_add_f16, wgmma_registers_f16);
 wgmma!(Element::Half(Product::Bf16), "MN-major", wgmma_bf16, wgmma_add_bf16, wgmma_registers_bf16);
 wgmma!(Element::E4m3, "K-major", wgmma_e4m3, wgmma_add_e4m3, wgmma_registers_e4m3);
+
+macro_rules! wgmma_k_major {
+    ($element:expr, $name:ident) => {
+        /// `d = keep · d + a · b` over 64 columns, `a` in registers, `b` K-major in shared memory;
+        /// where `keep` is false, whatever `d` is.
+        #[track_caller]
+        #[inline]
+        pub fn $name(d: &mut [f32; 32], keep: bool, a: [u32; 4], b: u64) {
+            issue(($element, Source::RegistersByK, keep), d, fragment(a, b));
+        }
+    };
+}
+wgmma_k_major!(Element::Half(Product::F16), wgmma_k_major_f16);
+wgmma_k_major!(Element::Half(Product::Bf16), wgmma_k_major_bf16);

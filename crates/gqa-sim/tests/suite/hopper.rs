@@ -33,10 +33,21 @@ fn values(count: u32) -> Vec<bf16> {
     (0..count as usize).map(|i| bf16::from_f32(value(i))).collect()
 }
 
-/// Order of B in memory, and the layout of boxes of A and B in shared memory.
+/// Where A comes from, and the order of B in memory.
+#[derive(Clone, Copy, Debug)]
+enum Operands {
+    /// Shared memory; K-major.
+    KMajor,
+    /// Registers; MN-major.
+    MnMajor,
+    /// Registers; K-major.
+    ByK,
+}
+
+/// The operands, and the layout of boxes of A and B in shared memory.
 #[derive(Clone, Copy, Debug)]
 struct Form {
-    mn_major: bool,
+    operands: Operands,
     swizzle: Swizzle,
     /// Bytes of a box's row.
     row: u32,
@@ -118,20 +129,39 @@ fn multiply_k_major(form: Form, base: u32) -> [f32; 64] {
     c
 }
 
-/// A in registers, B MN-major in shared memory.
-fn multiply_mn_major(form: Form, base: u32) -> [f32; 64] {
-    let (row, pair) = (thread_idx() % 128 / 32 * 16 + lane() / 4, lane() % 4 * 2);
+/// The thread's registers of 16 columns of A.
+fn fragment(form: Form, base: u32, step: u32) -> [u32; 4] {
+    let (row, k) = (thread_idx() % 128 / 32 * 16 + lane() / 4, step * 16 + lane() % 4 * 2);
     let a = |row: u32, k: u32| {
         let chunk = k * 2 / form.row * ROWS * form.row;
         let at = base + A + chunk + row * form.row + k * 2 % form.row;
         ld_shared::<u32>(at ^ (at >> 3 & (form.row - 16)))
     };
+    [a(row, k), a(row + 8, k), a(row, k + 8), a(row + 8, k + 8)]
+}
+
+/// A in registers, B MN-major in shared memory.
+fn multiply_mn_major(form: Form, base: u32) -> [f32; 64] {
     let mut c = [f32::NAN; 64];
     for step in 0..DEPTH / 16 {
-        let k = step * 16 + pair;
-        let registers = [a(row, k), a(row + 8, k), a(row, k + 8), a(row + 8, k + 8)];
+        let registers = fragment(form, base, step);
         wgmma_fence();
         wgmma_registers_bf16(&mut c, step > 0, registers, form.mn_major(base + B, step));
+    }
+    wgmma_commit();
+    wgmma_wait::<0>();
+    c
+}
+
+/// A in registers, B K-major in shared memory, in two products of 64 columns.
+fn multiply_by_k(form: Form, base: u32) -> [f32; 64] {
+    let mut c = [f32::NAN; 64];
+    for (half, c) in c.as_chunks_mut().0.iter_mut().enumerate() {
+        for step in 0..DEPTH / 16 {
+            let b = form.k_major(base + B + half as u32 * 64 * form.row, COLUMNS, step);
+            wgmma_fence();
+            wgmma_k_major_bf16(c, step > 0, fragment(form, base, step), b);
+        }
     }
     wgmma_commit();
     wgmma_wait::<0>();
@@ -174,7 +204,11 @@ fn gemm(arguments: &Arguments, form: Form) {
     } else {
         registers_raise::<256>();
         mbarrier_wait(full, 0);
-        let multiply = if form.mn_major { multiply_mn_major } else { multiply_k_major };
+        let multiply = match form.operands {
+            Operands::KMajor => multiply_k_major,
+            Operands::MnMajor => multiply_mn_major,
+            Operands::ByK => multiply_by_k,
+        };
         store(base, &multiply(form, base), arguments.tensor_map(2));
     }
 }
@@ -207,7 +241,7 @@ fn check(extent: [u32; 2], form: Form, seed: u64, b: impl Fn(usize, usize) -> f3
 #[test]
 fn product_of_k_major_operands() {
     for (swizzle, row) in SWIZZLES {
-        let form = Form { mn_major: false, swizzle, row };
+        let form = Form { operands: Operands::KMajor, swizzle, row };
         for seed in 0..5 {
             let b = |k, column| value(column * 128 + k);
             let report = check([ROWS, COLUMNS], form, seed, b);
@@ -218,9 +252,17 @@ fn product_of_k_major_operands() {
 }
 
 #[test]
+fn product_of_registers_and_a_k_major_operand() {
+    let form = Form { operands: Operands::ByK, swizzle: Swizzle::Bytes128, row: 128 };
+    for seed in 0..5 {
+        check([ROWS, COLUMNS], form, seed, |k, column| value(column * 128 + k));
+    }
+}
+
+#[test]
 fn product_with_an_mn_major_operand_and_edges_inside_the_tile() {
     for (swizzle, row) in SWIZZLES {
-        let form = Form { mn_major: true, swizzle, row };
+        let form = Form { operands: Operands::MnMajor, swizzle, row };
         for seed in 0..5 {
             check([40, 104], form, seed, |k, column| value(k * 104 + column));
         }
@@ -294,7 +336,7 @@ fn codes(rows: u32) -> Vec<u16> {
 /// The product of 64 by 128 and 128 by 128 e4m3 values, the first in registers if `in_registers`,
 /// both K-major.
 fn multiply_e4m3(base: u32, in_registers: bool) -> [f32; 64] {
-    let form = Form { mn_major: false, swizzle: Swizzle::Bytes128, row: 128 };
+    let form = Form { operands: Operands::KMajor, swizzle: Swizzle::Bytes128, row: 128 };
     let (row, four) = (thread_idx() % 128 / 32 * 16 + lane() / 4, lane() % 4 * 4);
     let a = |row: u32, k: u32| {
         let at = base + A + row * 128 + k;

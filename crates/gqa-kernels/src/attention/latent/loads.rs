@@ -1,36 +1,87 @@
-//! Run by one warp: finds the blocks of the key tiles and copies them into the stages.
+//! Run by one warp: finds the blocks of the key tiles and copies them into the buffers.
 
-use super::{CHUNK_BYTES, CHUNKS, EMPTY, FULL, GAPS, KEYS, LEAST_BOX, STAGE_BYTES, STAGES, Work};
+use super::{BUFFERS, CHUNK_BYTES, GAPS, GROUPS, KEYS, LEAST_BOX, OWN_GROUPS, ROTATED, Work};
 use crate::num::MmaElement;
 use crate::simt::*;
-use crate::tile::ring::Ring;
 
-/// Boxes of the smallest rows in a tile.
+/// Blocks of the fewest rows in a tile.
 const UNITS: u32 = KEYS / LEAST_BOX;
 /// Tiles whose blocks the lanes hold at a time.
 const HELD: u32 = 32 / UNITS;
 
-/// Copies all tiles of the CTA, each as soon as its stage is empty.
+/// Copies all tiles of the CTA, each group of chunks as soon as it is empty.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) fn load<T: MmaElement>(work: &Work<'_, T>, k: TensorMap) {
-    let mut ring = Ring::START;
     let mut held = 0;
     for tile in Rolled(work.tiles.clone(), 1) {
-        let nth = (tile - work.tiles.start) % HELD;
-        if nth == 0 {
+        let nth = tile - work.tiles.start;
+        if nth % HELD == 0 {
             held = work.block_of((tile * UNITS + lane()) * LEAST_BOX);
         }
-        let unit = nth * UNITS;
-        let blocks = [shfl_idx_u32(held, unit), shfl_idx_u32(held, unit + 1)];
-        mbarrier_wait(work.barrier(EMPTY, ring), ring.parity ^ 1);
-        if lane() == 0 {
-            let [first, second] = blocks.map(|block| u32::from(block >= work.p.blocks));
-            Shared::<u32>::at(GAPS).store(ring.stage, first | second << 1);
-            mbarrier_arrive_expect(work.barrier(FULL, ring), STAGE_BYTES);
+        let buffer = nth % BUFFERS;
+        let boxes = Boxes::new(work, k, held, [tile, buffer]);
+        // Parity of the phase in which the buffer becomes empty for this tile.
+        let empty = (nth / BUFFERS + 1) % 2;
+        boxes.copy(work, ROTATED, empty);
+        for i in Rolled(0..GROUPS - 1, 1) {
+            boxes.copy(work, (buffer * OWN_GROUPS + i) % ROTATED, empty);
+        }
+    }
+}
+
+/// A tile's boxes of one chunk: one for each lane of the first ones.
+struct Boxes {
+    k: TensorMap,
+    /// Boxes of a chunk.
+    units: u32,
+    /// The lane's box in a chunk: its block, its first row in the block and in the tile.
+    block: u32,
+    row: u32,
+    place: u32,
+    buffer: u32,
+    /// Which 16 rows of the tile are outside of the cache.
+    gaps: u32,
+}
+
+impl Boxes {
+    /// Of a tile and its buffer, whose blocks are among those that the lanes hold. A box has as
+    /// many rows as a block, but not more than the tile. Blocks outside of the cache become one
+    /// past its end, where TMA loads zeros.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn new<T>(work: &Work<'_, T>, k: TensorMap, held: u32, [tile, buffer]: [u32; 2]) -> Self {
+        let log_block = work.p.log_block_size;
+        let log_rows = log_block.min(KEYS.ilog2());
+        let units = KEYS >> log_rows;
+        let place = (lane() % units) << log_rows;
+        let first = (tile - work.tiles.start) % HELD * UNITS;
+        let mut gaps = 0;
+        for unit in 0..UNITS {
+            let block = shfl_idx_u32(held, first + unit);
+            gaps |= u32::from(block >= work.p.blocks) << unit;
+        }
+        let block = shfl_idx_u32(held, first + place / LEAST_BOX).min(work.p.blocks);
+        let row = (tile * KEYS + place) & ((1 << log_block) - 1);
+        Self { k, units, block, row, place, buffer, gaps }
+    }
+
+    /// Copies a group's chunks, once it is empty.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn copy<T: MmaElement>(&self, work: &Work<'_, T>, group: u32, empty: u32) {
+        let chunk = 2 * group + lane() / self.units;
+        let is_used = lane() < if group == ROTATED { self.units } else { 2 * self.units };
+        let full = work.full(self.buffer, chunk);
+        mbarrier_wait(work.empty(self.buffer, group), empty);
+        if group == ROTATED && lane() == 0 {
+            Shared::<u32>::at(GAPS).store(self.buffer, self.gaps);
+        }
+        if is_used && self.place == 0 {
+            mbarrier_arrive_expect(full, CHUNK_BYTES);
         }
         sync_warp();
-        work.copy(k, tile, blocks, ring);
-        ring = ring.next(STAGES);
+        if is_used {
+            let to = work.buffer(self.buffer) + chunk * CHUNK_BYTES + self.place * 128;
+            tma_load(to, self.k, [0, self.row, chunk, self.block], full);
+        }
     }
 }
 
@@ -42,24 +93,5 @@ impl<T: MmaElement> Work<'_, T> {
         let nth = row.min(self.end - 1) >> self.p.log_block_size;
         let entry = self.rows.batch as usize * self.p.per_sequence as usize + nth as usize;
         self.to.block_table.load(entry) as u32
-    }
-
-    /// Copies a tile as one box, or as boxes of as many rows as a block has. Blocks outside of the
-    /// cache become one past its end, where TMA loads zeros.
-    #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn copy(&self, k: TensorMap, tile: u32, blocks: [u32; 2], ring: Ring) {
-        let (stage, full) = (self.stage(ring), self.barrier(FULL, ring));
-        let within = (1 << self.p.log_block_size) - 1;
-        let [first, second] = blocks.map(|block| block.min(self.p.blocks));
-        if self.p.log_block_size >= KEYS.ilog2() {
-            if lane() == 0 {
-                tma_load(stage, k, [0, (tile * KEYS) & within, 0, first], full);
-            }
-        } else if lane() < UNITS * CHUNKS {
-            let (unit, chunk) = (lane() / CHUNKS, lane() % CHUNKS);
-            let block = if unit == 0 { first } else { second };
-            let to = stage + chunk * CHUNK_BYTES + unit * LEAST_BOX * 128;
-            tma_load(to, k, [0, 0, chunk, block], full);
-        }
     }
 }

@@ -183,3 +183,21 @@ macro_rules! widths {
 widths!("bf16" "k16", ", 0, 0", ", 1", "MN-major", wgmma_bf16, wgmma_add_bf16, wgmma_registers_bf16;);
 widths!("f16" "k16", ", 0, 0", ", 1", "MN-major", wgmma_f16, wgmma_add_f16, wgmma_registers_f16;);
 widths!("e4m3" "k32", "", "", "K-major", wgmma_e4m3, wgmma_add_e4m3, wgmma_registers_e4m3;);
+
+macro_rules! wgmma_k_major {
+    ($name:ident $ty:literal; [$($i:literal)*]) => {
+        /// `d = keep · d + a · b` over 64 columns, `a` in registers, `b` K-major in shared memory;
+        /// where `keep` is 0, whatever `d` is.
+        #[inline(always)]
+        pub fn $name(d: &mut [f32; 32], keep: bool, a: [u32; 4], b: u64) {
+            let keep = keep as u32;
+            // SAFETY: kernels call this in warpgroup-uniform control flow.
+            unsafe {
+                asm!(concat!("{{ .reg .pred keep; setp.ne.b32 keep, {37}, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32.", $ty, ".", $ty, " {{{0}", $(", {", $i, "}",)* "}}, {{{33}, {34}, {35}, {36}}}, {32}, keep, 1, 1, 0; }}"),
+                    inout(reg32) d[0], $(inout(reg32) d[$i],)* in(reg64) b, in(reg32) a[0], in(reg32) a[1], in(reg32) a[2], in(reg32) a[3], in(reg32) keep, options(nostack));
+            }
+        }
+    };
+}
+wgmma_k_major!(wgmma_k_major_bf16 "bf16"; [1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22 23 24 25 26 27 28 29 30 31]);
+wgmma_k_major!(wgmma_k_major_f16 "f16"; [1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22 23 24 25 26 27 28 29 30 31]);

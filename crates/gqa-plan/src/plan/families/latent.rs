@@ -36,7 +36,8 @@ impl Family for Latent {
     }
 
     fn options(&self) -> &'static [PlanOption] {
-        &[PlanOption::DisableFlashAttention, PlanOption::DisableFusedKv]
+        use PlanOption::{DisableFlashAttention, DisableFusedKv, Splits};
+        &[DisableFlashAttention, DisableFusedKv, Splits]
     }
 
     fn choose(&self, call: &Call<'_>) -> Result<Kernel, Rejection> {
@@ -133,17 +134,14 @@ fn arguments(job: &Job<'_>, params: &LatentParams) -> Result<Vec<(&'static str, 
     ])
 }
 
-/// The cache by chunks of channels, which are the third dimension: a box has all chunks of a tile's
-/// rows, or where blocks are smaller than a tile one chunk of a block's.
+/// The cache by chunks of channels, which are the third dimension: a box has a chunk of a tile's
+/// rows, or where blocks are smaller of a block's.
 fn keys(job: &Job<'_>, pages: Pages, params: &LatentParams) -> Arg {
     let p = job.problem;
     let [key] = [job.rows.attended[0]];
     let cache = pages_strides(p, pages, p.dtype.size());
     let rows = 1 << params.log_block_size;
     let size = [kernels::CHUNK, rows, kernels::CHUNKS, params.blocks];
-    let tile = match rows >= kernels::KEYS {
-        true => [kernels::KEYS, kernels::CHUNKS],
-        false => [kernels::LEAST_BOX, 1],
-    };
+    let tile = [kernels::KEYS.min(rows), 1];
     boxes(p, key, [cache.row, u64::from(kernels::CHUNK), cache.batch], size, tile)
 }

@@ -1,0 +1,150 @@
+//! A warpgroup that multiplies: the scores of every second tile, and half of the output's columns.
+
+use super::queries::Rotated;
+use super::values::OUTPUTS;
+use super::{MULTIPLYING, OWN_GROUPS, QUERIES, ROW_SUMS, ROWS, SUMS, Work, row_of};
+use crate::concept::mask::Visible;
+use crate::concept::softmax::SoftmaxState;
+use crate::num::MmaElement;
+use crate::simt::*;
+use crate::tile::softmax::{ScoreScale, States, total};
+
+/// Multiplies all tiles of the CTA; `half` is the warpgroup's number.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+pub(super) fn run<T: MmaElement>(work: &Work<'_, T>, half: u32) {
+    let mut this = Half::new(work, half);
+    let mut tiles = Rolled(work.tiles.start + half..work.tiles.end, 2);
+    if half == 0
+        && let Some(first) = tiles.next()
+    {
+        this.attend::<T, true>(work, first);
+    }
+    for tile in tiles {
+        this.attend::<T, false>(work, tile);
+    }
+    this.attend_to_last(work);
+    this.close(work);
+}
+
+/// What a thread keeps from tile to tile.
+pub(super) struct Half {
+    pub(super) half: u32,
+    /// Parity of the half's next tile in its buffer.
+    pub(super) parity: u32,
+    pub(super) rotated: Rotated,
+    pub(super) scale: ScoreScale,
+    /// The keys that each row sees.
+    pub(super) visible: [Visible; 2],
+    /// The maxima are of all tiles so far, the sums of the half's own.
+    pub(super) states: States<1>,
+    pub(super) out: [f32; OUTPUTS],
+}
+
+impl Half {
+    /// Loads the queries, too.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn new<T: MmaElement>(work: &Work<'_, T>, half: u32) -> Self {
+        let rotated = work.load_rotated();
+        work.load_queries();
+        named_barrier_sync(QUERIES, MULTIPLYING);
+        let p = &work.p.attention;
+        Self {
+            half,
+            parity: 0,
+            rotated,
+            scale: ScoreScale::new(p.scale, p.softcap),
+            visible: [0, 1].map(|half| work.row(row_of(half)).visible),
+            states: [[SoftmaxState::EMPTY; 2]],
+            out: [0.0; OUTPUTS],
+        }
+    }
+
+    /// Number of the other half.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub(super) fn other(&self) -> u32 {
+        1 - self.half
+    }
+
+    /// Attends to a tile of this half, and to the tile ahead of it, unless this is the first one.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn attend<T: MmaElement, const FIRST: bool>(&mut self, work: &Work<'_, T>, tile: u32) {
+        let mut scores = self.begin_scores(work);
+        if !FIRST {
+            let weights = self.take(work);
+            self.begin_product::<T>(work, self.other(), &weights);
+        }
+        self.end_scores(work, &mut scores);
+        if !FIRST {
+            wgmma_wait::<1>();
+            self.release(work, self.other(), self.half * OWN_GROUPS);
+            self.release(work, self.other(), self.half * OWN_GROUPS + 1);
+        }
+        wgmma_wait::<0>();
+        let weights = self.weigh(work, scores, tile);
+        self.clear(work, tile, self.half);
+        self.begin_product::<T>(work, self.half, &weights);
+        wgmma_wait::<1>();
+        self.release(work, self.half, self.half * OWN_GROUPS);
+        wgmma_wait::<0>();
+        self.release(work, self.half, self.half * OWN_GROUPS + 1);
+        self.parity ^= 1;
+    }
+
+    /// Attends to the last tile, if it is the other half's.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn attend_to_last<T: MmaElement>(&mut self, work: &Work<'_, T>) {
+        let count = work.tiles.end - work.tiles.start;
+        if count > 0 && count % 2 == self.half {
+            let weights = self.take(work);
+            self.clear(work, work.tiles.end - 1, self.other());
+            self.begin_product::<T>(work, self.other(), &weights);
+            wgmma_wait::<0>();
+        }
+    }
+
+    /// Releases a group of chunks for this warp, whose lanes have all read it.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub(super) fn release<T: MmaElement>(&self, work: &Work<'_, T>, buffer: u32, group: u32) {
+        sync_warp();
+        if lane() == 0 {
+            mbarrier_arrive(work.empty(buffer, group));
+        }
+    }
+
+    /// Adds up the sums of both halves, and writes the output.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn close<T: MmaElement>(&mut self, work: &Work<'_, T>) {
+        let [states] = self.states.map(|rows| rows.map(total));
+        for row in 0..2 {
+            if lane() % 4 == 0 {
+                place(ROW_SUMS, self.half).store(row_of(row), states[row as usize].sum);
+            }
+        }
+        named_barrier_sync(SUMS, MULTIPLYING);
+        let factors = [0, 1].map(|row| {
+            let SoftmaxState { max, sum } = states[row as usize];
+            let sum = sum + place(ROW_SUMS, self.other()).load(row_of(row));
+            self.close_row(work, row, SoftmaxState { max, sum })
+        });
+        self.rescale(factors);
+        if work.is_split() {
+            self.store_part(work);
+        } else {
+            self.store(work);
+        }
+    }
+
+    /// Multiplies the thread's rows.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub(super) fn rescale(&mut self, factors: [f32; 2]) {
+        for i in 0..OUTPUTS {
+            self.out[i] *= factors[i / 2 % 2];
+        }
+    }
+}
+
+/// Where a half keeps a number for each row.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+pub(super) fn place(kind: u32, half: u32) -> Shared<f32> {
+    Shared::at(kind).offset(half * ROWS)
+}
