@@ -33,6 +33,8 @@ pub use paged::{
     paged_crowd_steps, paged_crowds, paged_in_parts, paged_long, paged_mixed, paged_prompts,
     paged_steps, slow_device, with_gaps, with_some_lse,
 };
-pub use paged_read::{PagedReadCase, Unchecked, cut_off, paged_reads, reads_with_gaps};
+pub use paged_read::{
+    PagedReadCase, Unchecked, cut_off, latent_reads, paged_reads, reads_with_gaps,
+};
 pub use parity::{Judge, Parity, any_dtype, half_dtype, identical, parity, sequences};
 pub use tree::{TreeCase, tree_steps, trees, turned_behind};

@@ -9,7 +9,7 @@ use crate::compare::{optional, tensors};
 use crate::paged::put_gaps;
 use crate::parity::{Judge, Parity};
 use gqa_host::backend::{Backend, Io, Machine};
-use gqa_host::engine::{Heads, Layer, Paged, Rope};
+use gqa_host::engine::{Heads, LatentHeads, Layer, Paged, Rope};
 use gqa_host::plan::{PlanOptions, TensorId, Tensors, plan};
 use gqa_host::reference::Reference;
 use gqa_host::{
@@ -38,6 +38,10 @@ pub struct PagedReadCase {
     pub window: Option<usize>,
     /// Lengths count the new tokens.
     pub counts_new: bool,
+    /// A token sees no later one.
+    pub causal: bool,
+    /// Values are so many leading elements of the keys.
+    pub latent: Option<usize>,
     /// Words say which new tokens a token sees.
     pub tree_mask: bool,
     /// Queries rotate.
@@ -103,17 +107,21 @@ pub fn paged_reads(
     let window = prop::option::weighted(0.3, 1..=tokens);
     let block_size = prop::sample::select(vec![16usize, 32, 64]);
     let blocks = (block_size, prop::option::of(CacheView::any()));
-    (dtype, heads, sequences, blocks, quantized, window, any::<[bool; 5]>(), any::<u64>())
+    (dtype, heads, sequences, blocks, quantized, window, any::<[bool; 6]>(), any::<u64>())
         .prop_map(
             |(dtype, (kv, group, size), sequences, blocks, quantized, window, flags, seed)| {
                 let (block_size, view) = blocks;
-                let [counts_new, tree_mask, rotates, head_sink, lse] = flags;
+                let [counts_new, tree_mask, rotates, head_sink, lse, causal] = flags;
                 let mut sequences: Vec<_> =
                     sequences.into_iter().map(|(keys, new)| [keys, new]).collect();
                 sequences[0][1] = sequences[0][1].max(1);
                 // Rows of quantized values are multiples of 16 bytes.
                 let fits = |how: &Quantization| size % (16 * how.codes_per_element()) == 0;
                 let tree_mask = tree_mask && sequences.iter().all(|[_, new]| *new <= 64);
+                let causal = causal || tree_mask;
+                // Tokens before the first key have no angles.
+                let rotates =
+                    rotates && (causal || sequences.iter().all(|[keys, new]| keys >= new));
                 PagedReadCase {
                     dtype,
                     heads: [kv * group, kv, size],
@@ -122,6 +130,8 @@ pub fn paged_reads(
                     quantized: quantized.filter(fits),
                     window: window.filter(|_| !tree_mask),
                     counts_new,
+                    causal,
+                    latent: None,
                     tree_mask,
                     rotates,
                     head_sink,
@@ -137,6 +147,31 @@ pub fn paged_reads(
         .boxed()
 }
 
+/// Such calls over latent caches, of these sizes of keys and values.
+pub fn latent_reads(
+    dtype: BoxedStrategy<DType>,
+    sizes: &[[usize; 2]],
+    tokens: usize,
+) -> BoxedStrategy<PagedReadCase> {
+    let heads =
+        (prop::sample::select(vec![1usize, 3, 16, 20]), prop::sample::select(sizes.to_vec()));
+    let latent = |(case, (query, [size, values])): (PagedReadCase, (usize, [usize; 2]))| {
+        let (window, head_sink) = (case.window.filter(|_| values < 512), case.head_sink);
+        PagedReadCase {
+            heads: [query, 1, size],
+            latent: Some(values),
+            quantized: None,
+            tree_mask: false,
+            rotates: false,
+            view: case.view.map(|view| CacheView { heads_outside: false, ..view }),
+            window,
+            head_sink: head_sink && values < 512,
+            ..case
+        }
+    };
+    (paged_reads(dtype, &[16], tokens), heads).prop_map(latent).boxed()
+}
+
 /// These calls with a bound that may be less than a sequence's tokens. Some append: not to a
 /// quantized cache, where a new key may be one quantized value or the next.
 pub fn cut_off(cases: BoxedStrategy<PagedReadCase>) -> BoxedStrategy<PagedReadCase> {
@@ -146,8 +181,8 @@ pub fn cut_off(cases: BoxedStrategy<PagedReadCase>) -> BoxedStrategy<PagedReadCa
             case.sequences.iter_mut().for_each(|[keys, new]| *keys = *(&*keys).max(new));
         }
         let bound = (share * case.most_tokens() as f64) as usize;
-        // A token may see later ones in a tree.
-        PagedReadCase { bound: Some(bound.max(1)), tree_mask: false, ..case }
+        // No token may see those that are cut off.
+        PagedReadCase { bound: Some(bound.max(1)), causal: true, tree_mask: false, ..case }
     };
     (cases, any::<bool>(), 0.0..=1.0).prop_map(cut).boxed()
 }
@@ -214,7 +249,13 @@ impl PagedReadCase {
 
     fn layer(&self) -> Layer {
         let [query, kv, size] = self.heads;
-        let mut layer = Layer::new(self.dtype, Heads { query, kv, size });
+        let mut layer = match self.latent {
+            Some(values) => Layer::latent(self.dtype, LatentHeads { query, size, values }, 0.1),
+            None => Layer::new(self.dtype, Heads { query, kv, size }),
+        };
+        if !self.causal {
+            layer = layer.bidirectional();
+        }
         if let Some(how) = self.quantized {
             layer = layer.quantized(how);
         }
@@ -316,7 +357,9 @@ impl Given {
                 None => data.held_rows(&shape, 1.0, &held),
             }
         };
-        let cache = [cache(), cache()];
+        let keys = cache();
+        let values = if case.latent.is_some() { Tensor::zeros(case.dtype, &[0]) } else { cache() };
+        let cache = [keys, values];
         let table = Array2::from_shape_vec((case.sequences.len(), columns), table);
         (cache, table.expect("as many").into(), held)
     }

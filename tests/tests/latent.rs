@@ -4,7 +4,8 @@ use gqa_host::backend::cpu::Cpu;
 use gqa_host::backend::sim::Sim;
 use gqa_host::plan::{DeviceInfo, PlanOptions};
 use gqa_tests::{
-    any_dtype, heads_up_to, latent, latent_in_place, latent_operators, parity, trees, turned_behind,
+    Unchecked, any_dtype, half_dtype, heads_up_to, latent, latent_in_place, latent_operators,
+    latent_reads, parity, trees, turned_behind,
 };
 
 /// Keys and values of a row: DeepSeek's, and smaller ones, which are faster.
@@ -58,5 +59,18 @@ fn steps_in_place() {
         let cases = latent_in_place(latent(&SIZES[..1], 500), &device);
         let sim = Sim::default().with_device(device).with_options(options);
         parity(&format!("sim, latent in place, splits {splits:?}"), 12, cases, &sim);
+    }
+}
+
+/// A call that appends nothing may have more tokens than keys, causal or not.
+#[test]
+fn tokens_without_a_key() {
+    parity("cpu, reads", 400, latent_reads(any_dtype(), &SIZES, 40), &Cpu::default());
+    let sim = Unchecked(Sim::default(), PlanOptions::default());
+    parity("sim, reads", 60, latent_reads(any_dtype(), SMALL, 10), &sim);
+    for splits in [None, Some(3)] {
+        let sim = Unchecked(Sim::default(), PlanOptions { splits, ..PlanOptions::default() });
+        let reads = latent_reads(half_dtype(), &SIZES[..1], 40);
+        parity(&format!("sim, reads in place, splits {splits:?}"), 12, reads, &sim);
     }
 }

@@ -108,7 +108,7 @@ const SPILLS: [(&str, &str, u32); 121] = [
     ("gqa_hopper_paged_d192", "sm_90a", 12),
     ("gqa_hopper_paged_quantized_d64", "sm_90a", 16),
     ("gqa_hopper_paged_quantized_d128", "sm_90a", 16),
-    ("gqa_hopper_paged_quantized_f8_d64", "sm_90a", 48),
+    ("gqa_hopper_paged_quantized_f8_d64", "sm_90a", 52),
     ("gqa_hopper_paged_quantized_f8_d128", "sm_90a", 96),
     ("gqa_hopper_paged_split_d192", "sm_90a", 200),
     ("gqa_hopper_paged_split_d256", "sm_90a", 128),

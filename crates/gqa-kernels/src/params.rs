@@ -639,15 +639,22 @@ pub struct PagedGapsParams {
     pub parts: u32,
     /// 1: a token sees no later one.
     pub causal: u32,
+    /// 1: attention left out tokens before the first key of their sequence, which see all keys.
+    pub lack_rows: u32,
     /// One of [`sink`].
     pub sink: u32,
     /// Factor on q·k.
     pub scale: f32,
     /// Scores become softcap · tanh(score / softcap); 0: they stay.
     pub softcap: f32,
+    /// Unused.
+    pub reserved: u32,
 }
 
-layer!(PagedGapsParams fixes format, causal, sink, scale, softcap; paged in PagedParams);
+layer!(
+    PagedGapsParams fixes format, causal, lack_rows, sink, scale, softcap, reserved;
+    paged in PagedParams
+);
 
 /// Scalars of `hopper` over a quantized cache.
 #[repr(C)]

@@ -2,7 +2,8 @@
 //! stand.
 //!
 //! A call that appends nothing may bring more tokens than the sequence has rows: it has a negative
-//! number of rows before them, and as many of its first tokens have no row and see none.
+//! number of rows before them, and as many of its first tokens have no row. Under a causal mask
+//! these see none; without one they see all rows, as other tokens do.
 
 use super::seqlen::Seqlen;
 

@@ -43,8 +43,8 @@ impl Seqlen {
         self.total.wrapping_sub(self.past)
     }
 
-    /// Whether query row `s` is a token of the sequence, rather than padding or a row without a
-    /// key.
+    /// Whether query row `s` is a token of the sequence with a key of its own, rather than padding
+    /// or a row before the first key.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn is_token(self, s: u32) -> bool {
         self.past.wrapping_add(s) < self.total

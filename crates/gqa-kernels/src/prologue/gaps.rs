@@ -6,6 +6,9 @@
 //! and leaves such keys out. It writes the rows of sequences that see one, and leaves all others as
 //! attention has written them: tables with nothing but blocks of the cache cost a look at them.
 //!
+//! It also writes the rows of sequences with fewer keys than tokens in calls without a causal mask,
+//! whose tokens see all keys: attention takes those before the first key for padding.
+//!
 //! A warp computes a token's row of one query head. A lane has a key for scores and every 32nd
 //! column for the output; the query is in shared memory, rotated, `COLUMNS` columns at a time. So
 //! the head size may be any, and the kernel is as simple as it is slow. CTAs share a sequence's
@@ -91,7 +94,7 @@ pub fn paged_gaps<T: Element>(
     };
     for [b, part, ..] in Walk::of_blocks([p.paged.batch, p.parts, 1, 1]) {
         let sequence = sequence_of(&p.paged, starts, past_seqlens, b).of_at_least(p.paged.least);
-        if sequence.new > 0 && call.has_gaps(b, sequence) {
+        if sequence.new > 0 && (call.lacks_rows(sequence) || call.has_gaps(b, sequence)) {
             let rows = sequence.new * p.paged.q_heads;
             for row in Rolled(part * WARPS + warp()..rows, p.parts * WARPS) {
                 let (token, head) = (row / p.paged.q_heads, row % p.paged.q_heads);
@@ -133,6 +136,12 @@ struct Call<'a, T> {
 }
 
 impl<T: Element> Call<'_, T> {
+    /// Whether attention took tokens that see keys for padding.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn lacks_rows(&self, sequence: Sequence) -> bool {
+        self.p.lack_rows != 0 && sequence.without_row() > 0 && sequence.seqlen().total > 0
+    }
+
     /// Whether one of the blocks that the sequence's tokens see is outside of the cache. Each lane
     /// asks for several at a time: their latencies are what it costs.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]

@@ -100,8 +100,8 @@ proptest! {
         ]).or_else(overlaps)?;
         let gaps = PagedGapsParams {
             paged: PagedParams { least: 0, ..if by_token { of_codes } else { p } },
-            format: Format::Int8 as u32, parts: 2, causal: has_slots.into(), sink: 0, scale: 0.25,
-            softcap: 0.0,
+            format: Format::Int8 as u32, parts: 2, causal: has_slots.into(),
+            lack_rows: moves.into(), sink: 0, scale: 0.25, softcap: 0.0, reserved: 0,
         };
         let words = vec![-1i64; tokens as usize];
         let (has_codes, has_tree) = (by_token, moves && !has_slots);

@@ -121,9 +121,10 @@ impl Paged {
     /// The cache already holds the new tokens, at their places in `block_table`: the call has no
     /// tensors `key` and `value`. RoPE applies to queries only.
     ///
-    /// A sequence of a causal call may then have fewer keys than tokens: `seqlens_k` is negative,
-    /// or with [`total_lengths`](Self::total_lengths) less than the number of its tokens. Its first
-    /// tokens have no visible key; their output is 0, and their log-sum-exp minus infinity.
+    /// A sequence may then have fewer keys than tokens: `seqlens_k` is negative, or with
+    /// [`total_lengths`](Self::total_lengths) less than the number of its tokens. In a causal call
+    /// its first tokens have no visible key; their output is 0, and their log-sum-exp minus
+    /// infinity. In one that is not causal, and has no RoPE, they see all keys.
     pub const fn appended(self) -> Self {
         Self { appended: true, ..self }
     }

@@ -84,10 +84,13 @@ pub(super) fn compose(
             _ => launches.extend(own),
         }
     }
-    if numbers.is_some() {
-        launches.push(Prologue::new(problem, pages, rows)?.gaps(least, device)?);
+    let is_in_place = !(others.is_empty() && by_themselves.is_empty());
+    let lack_rows = problem.may_lack_seeing_rows();
+    if numbers.is_some() || is_in_place && lack_rows {
+        let least = if lack_rows { 0 } else { least };
+        launches.push(Prologue::new(problem, pages, rows)?.gaps(least, lack_rows, device)?);
     }
-    if !(others.is_empty() && by_themselves.is_empty()) {
+    if is_in_place {
         return Ok(Composed { launches, decisions, positions: positions(problem, true) });
     }
     let gathered = Gathered::new(problem, pages, rows, scratch)?;
@@ -107,7 +110,7 @@ pub(super) fn compose(
     if gathered.output != Arg::Null {
         launches.push(gathered.scatter(device)?);
     }
-    launches.push(gathered.prologue.gaps(0, device)?);
+    launches.push(gathered.prologue.gaps(0, lack_rows, device)?);
     decisions.extend(call.decisions);
     Ok(Composed { launches, decisions, positions: positions(problem, true) })
 }
@@ -206,9 +209,10 @@ impl<'a> Prologue<'a> {
         self.problem.rotary.map_or(Arg::Null, |_| tensor(self.problem, id, 0))
     }
 
-    /// Behind attention to a copy of the cache: the rows of sequences of `least` tokens or more
-    /// whose tables lead outside of it.
-    fn gaps(&self, least: usize, device: &DeviceInfo) -> Result<Launch> {
+    /// Behind attention: the rows of sequences of `least` tokens or more whose tables lead outside
+    /// of the cache, of which attention has a copy; and with `lack_rows` those of sequences with
+    /// fewer keys than tokens, which all see all keys.
+    fn gaps(&self, least: usize, lack_rows: bool, device: &DeviceInfo) -> Result<Launch> {
         let p = self.problem;
         let [k_scale, v_scale] = scale_tensors(p);
         let values = if p.latent { TensorId::PresentKey } else { TensorId::PresentValue };
@@ -236,9 +240,11 @@ impl<'a> Prologue<'a> {
             format: p.quantized.map_or(0, |how| how.format as u32),
             parts: 0,
             causal: p.causal.into(),
+            lack_rows: lack_rows.into(),
             sink: if p.sink == Sink::PerHead { sink::PER_HEAD } else { sink::NONE },
             scale: p.least_scale(),
             softcap: p.softcap_in_f32(),
+            reserved: 0,
         };
         let (grid, parts) = paged_gaps_grid(&params, device.multiprocessors);
         let entry = find(Role::PagedGaps, element(p.dtype))?;

@@ -640,9 +640,20 @@ impl Problem {
         self.pages.is_some() && self.new_len == 0 && self.q_len > 0
     }
 
-    /// Whether a sequence may have more new tokens than keys.
+    /// Whether a sequence may have more new tokens than keys. Those before the first key have no
+    /// angles.
     pub fn may_lack_rows(&self) -> bool {
-        self.reads_pages_only() && (self.causal || self.tree_mask)
+        self.reads_pages_only() && (self.is_ordered() || self.rotary.is_none())
+    }
+
+    /// Whether a token before the first key of its sequence sees none.
+    fn is_ordered(&self) -> bool {
+        self.causal || self.tree_mask
+    }
+
+    /// Whether tokens before the first key of their sequence may see keys.
+    pub(crate) fn may_lack_seeing_rows(&self) -> bool {
+        self.may_lack_rows() && !self.is_ordered() && self.q_len > 1
     }
 
     /// Whether the longest sequence matters only to the choice of kernels.
