@@ -241,7 +241,8 @@ fn unload(code: Loaded) {
     report(unsafe { raw::module::unload(code) });
 }
 
-/// The kernel with folded constants, in a module of its own; `None` where the shipped text lacks it.
+/// The kernel with folded constants, in a module of its own; `None` where the shipped text lacks
+/// it.
 fn load(
     shipped: &Shipped,
     name: &CStr,

@@ -81,7 +81,7 @@ pub use pages::{LEAST_BOX, box_rows};
 pub use parts::{MERGE_THREADS, merge as merge_parts};
 pub use schedule::{
     MOST_ROW_TILES, MOST_SEQUENCES, SHARED_BYTES as SCHEDULE_BYTES, THREADS as SCHEDULE_THREADS,
-    schedule,
+    most_row_tiles, schedule,
 };
 pub use shape::{
     D64, D64Exact, D64Short, D80, D80Short, D96, D96Short, D128, D128Long, D160, D192, D224, D256,
@@ -112,8 +112,6 @@ use shape::{Tile, WARPGROUP, WORK_SLOTS};
 
 /// Query rows of a TMA box.
 pub const QUERY_BOX: u32 = shape::WARPGROUP_ROWS;
-/// Query rows of a warp.
-pub const WARP_ROWS: u32 = QUERY_BOX / 4;
 
 impl<
     const D: u32,
@@ -655,11 +653,11 @@ pub fn merge_grid(p: &PagedHopperParams) -> [u32; 3] {
     [p.ctas, schedule::ROWS / parts::MERGE_ROWS, 1]
 }
 
-/// Words of a schedule: those of up to so many row tiles, and those of where shares begin.
+/// Words of a schedule: those of row tiles, and those of where shares begin.
 #[cfg(not(target_arch = "nvptx64"))]
-pub fn schedule_words(p: &PagedHopperParams, row_tiles: usize) -> [usize; 2] {
-    let spots = (p.ctas + 1) * schedule::SPOT_WORDS;
-    [row_tiles * schedule::TILE_WORDS as usize, spots as usize]
+pub fn schedule_words(p: &PagedHopperParams) -> [usize; 2] {
+    let row_tiles = most_row_tiles(p) as usize;
+    [row_tiles * schedule::TILE_WORDS as usize, ((p.ctas + 1) * schedule::SPOT_WORDS) as usize]
 }
 
 /// Numbers that the CTAs leave for the merge: columns and states.

@@ -43,11 +43,11 @@
 //!
 //! **Tensors**: q (tokens of all sequences, query head, 576) with any strides that are multiples of
 //! 8; k through a tensor map (64 channels, row of a block, chunk of 64 channels, block), a box of
-//! which is one chunk of a tile's rows, or of a smaller block's; starts (batch + 1) and past_seqlens
-//! (batch) as in [`Sequences`]; block_table (batch, blocks of a sequence); out (token, query head,
-//! 512) with its strides, and lse (query head, token) or null, where keys are not split; else
-//! partial_out (split, query head, token, 512) and partial_lse (split, query head, token), which
-//! [`merge()`] merges.
+//! which is one chunk of a tile's rows, or of a smaller block's; starts (batch + 1) and
+//! past_seqlens (batch) as in [`Sequences`]; block_table (batch, blocks of a sequence); out (token,
+//! query head, 512) with its strides, and lse (query head, token) or null, where keys are not
+//! split; else partial_out (split, query head, token, 512) and partial_lse (split, query head,
+//! token), which [`merge()`] merges.
 //!
 //! **Shared memory**: the queries without their rotated channels, then the buffers, each as chunks
 //! of 64 channels with 128-byte rows and the 128-byte swizzle; what the halves pass to each other;

@@ -3,12 +3,12 @@
 
 use crate::support::{entry, start};
 use bytemuck::Zeroable;
-use gqa_kernels::attention::{decode, tiled};
+use gqa_kernels::attention::{decode, hopper, tiled};
 use gqa_kernels::num::{DType, Format, bf16};
 use gqa_kernels::params::scales::PER_TOKEN;
 use gqa_kernels::params::{
-    AttentionParams, DecodeParams, PageSteps, PagedDecodeParams, PagedGapsParams, PagedParams,
-    PagedTiledParams, RotaryParams, Strides,
+    AttentionParams, DecodeParams, HopperParams, PageSteps, PagedDecodeParams, PagedGapsParams,
+    PagedHopperParams, PagedParams, PagedTiledParams, RotaryParams, Strides,
 };
 use gqa_kernels::prologue::dequantize;
 use gqa_sim::{Arg, Launch, launch};
@@ -219,6 +219,42 @@ proptest! {
             Arg::read(&past[..batch as usize]), Arg::read(table), Arg::null(), Arg::write(&mut out),
             if has_lse { Arg::write(&mut lse) } else { Arg::null() }, Arg::params(&p),
         ]).or_else(overlaps)?;
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(150) })]
+
+    /// Nor do they in the schedule of a prefill; shares begin one behind the other.
+    #[test]
+    fn no_integer_leads_a_schedule_outside(
+        (batch, q_len, tokens, ctas) in (1..=40u32, 1..=300u32, 1..=600u32, 1..=20u32),
+        (tile_heads, groups, capacity) in (1..=8u32, 1..=3u32, 300..=5000u32),
+        [starts, past] in [integers(41), integers(40)],
+        [causal, counts_new] in any::<[bool; 2]>(),
+        (window, times, seed) in (0..=600u32, 1..=50i32, any::<u64>()),
+    ) {
+        let attention = AttentionParams {
+            batch, q_heads: tile_heads * groups, kv_heads: groups, head_size: 128, q_len, capacity,
+            causal: causal.into(), window: if causal { window } else { 0 }, ..AttentionParams::zeroed()
+        };
+        let p = PagedHopperParams {
+            hopper: HopperParams { attention, ..HopperParams::zeroed() },
+            tokens, counts_new: counts_new.into(), tile_heads, ctas, columns: 128, shortest: 2, keys: 128,
+            ..PagedHopperParams::zeroed()
+        };
+        // Sequences of many tokens, too.
+        let long = |integers: &[i32]| integers.iter().map(|i| i.wrapping_mul(times)).collect::<Vec<_>>();
+        let (starts, past) = (long(&starts[..=batch as usize]), long(&past[..batch as usize]));
+        let [mut row_tiles, mut spots] = hopper::schedule_words(&p).map(|words| vec![u32::MAX; words]);
+        start(entry("hopper_paged_schedule", DType::F32), 1, seed, &[
+            Arg::read(&starts), Arg::read(&past), Arg::write(&mut row_tiles), Arg::write(&mut spots), Arg::params(&p),
+        ])?;
+        let spots: Vec<_> = spots.chunks(4).map(|spot| [spot[0], spot[1], spot[2]]).collect();
+        let end = spots[ctas as usize];
+        prop_assert!(spots.is_sorted() && end[1..] == [0, 0] && end[0] <= hopper::most_row_tiles(&p), "{spots:?}");
+        prop_assert!(spots.iter().all(|&[row_tile, group, _]| row_tile <= end[0] && group < groups), "{spots:?}");
+        prop_assert!(spots[0] == [0; 3], "{spots:?}");
     }
 }
 

@@ -2259,9 +2259,7 @@ fn float8_reach(name: &str, problem: &Problem, launch: &Launch, element: usize) 
 fn hopper_paged_reach(name: &str, launch: &Launch, element: usize) -> usize {
     let p: &PagedHopperParams = bytemuck::from_bytes(&launch.params);
     let a = &p.hopper.attention;
-    let tokens = hopper::packed_tokens(p.tile_heads, 128);
-    let row_tiles = (p.tokens / tokens + a.batch).min(a.batch * a.q_len.div_ceil(tokens));
-    let [tile_words, spot_words] = hopper::schedule_words(p, row_tiles as usize);
+    let [tile_words, spot_words] = hopper::schedule_words(p);
     let [columns, states] = hopper::part_elements(p);
     match name {
         "row_tiles" => tile_words * 4,

@@ -2,8 +2,9 @@
 //! one after the other.
 //!
 //! **Row tiles** are numbered across all sequences (`row_tiles.rs`), except for sequences with few
-//! tokens where another kernel attends to them. In kernels of their own the query heads of a KV head
-//! share row tiles (`packing.rs`), and CTAs have equal shares of the work (`schedule.rs`, `parts.rs`).
+//! tokens where another kernel attends to them. In kernels of their own the query heads of a KV
+//! head share row tiles (`packing.rs`), and CTAs have equal shares of the work (`schedule.rs`,
+//! `parts.rs`).
 //!
 //! **SharedQueue**: a secondary launch may join, for SMs that become free later; its CTAs draw from
 //! the same work. Neither launch depends on the other: whichever starts first does the available

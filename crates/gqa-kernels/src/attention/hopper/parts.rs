@@ -1,8 +1,8 @@
-//! Pieces of row tiles over a paged KV cache: where several CTAs attend to one (`schedule.rs`), each
-//! leaves its results in f32, and [`merge`] merges them.
+//! Pieces of row tiles over a paged KV cache: where several CTAs attend to one (`schedule.rs`),
+//! each leaves its results in f32, and [`merge`] merges them.
 //!
-//! A CTA has two pieces of shared row tiles at most: the first of its share, where the CTA before it
-//! has attended to other keys of the row tile, and the last one.
+//! A CTA has two pieces of shared row tiles at most: the first of its share, where the CTA before
+//! it has attended to other keys of the row tile, and the last one.
 
 use super::output::Output;
 use super::packing::{PackedRow, Packing};
@@ -26,7 +26,7 @@ const WARP_ROWS: usize = 2;
 const COLUMNS: u32 = 4;
 /// Pieces of a row whose columns a lane keeps in flight.
 const TOGETHER: usize = 2;
-/// CTAs whose pieces a warp looks for at a time: a lane sees where the share of the next one begins.
+/// CTAs whose pieces a warp looks for at a time: a lane sees where the next one's share begins.
 const SEEN: u32 = LANES - 1;
 
 /// Stands for the place of a whole row tile, whose results go to the output.
@@ -88,8 +88,8 @@ struct Merged {
     columns: [[f32; COLUMNS as usize]; 2],
 }
 
-/// The kernel that merges pieces. **Grid**: CTAs of the attention, then [`MERGE_ROWS`] of a tile. A
-/// CTA merges these rows of the row tile whose first piece that CTA of the attention had.
+/// The kernel that merges pieces. **Grid**: CTAs of the attention, then 16 rows of a tile. A CTA
+/// merges these rows of the row tile whose first piece that CTA of the attention had.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn merge<T: MmaElement>(
     row_tiles: Global<u32>,

@@ -6,8 +6,8 @@
 //! it loads: one warp that numbers row tiles for itself takes longer than short ones do.
 //!
 //! **Order of the work**: row tile, group of query heads that share it, key tile. The work of a row
-//! tile is its key tiles and [`BEGINNING`]. Shares begin at row tiles, or at multiples of the fewest
-//! key tiles of a piece.
+//! tile is its key tiles and [`BEGINNING`]. Shares begin at row tiles, or at multiples of the
+//! fewest key tiles of a piece.
 //!
 //! **Memory**: row_tiles (row tile, [`TILE_WORDS`]) as [`Work`] has them; spots (CTA + 1, 4): row
 //! tile, group, key tile and 0. The last one is behind all work.
@@ -16,9 +16,9 @@ use super::packing::Packing;
 use super::shape::WARPGROUP_ROWS;
 use super::work::Work;
 use crate::num::quotient;
-use crate::params::PagedHopperParams;
+use crate::params::{AttentionParams, PagedHopperParams};
 use crate::simt::*;
-use crate::tile::pages::Sequences;
+use crate::tile::pages::{Sequences, row_tiles};
 use crate::tile::warp::{LANES, sum_up_to};
 
 /// Threads of the kernel.
@@ -66,7 +66,6 @@ pub fn schedule(
 ) {
     grid_dependency_wait();
     launch_dependents();
-    let packing = Packing::Heads(p.tile_heads);
     let sequences = Sequences {
         starts,
         past_seqlens,
@@ -78,10 +77,11 @@ pub fn schedule(
         p: &p,
         sequences,
         row_tiles,
-        tokens: ROWS / WARPGROUP_ROWS * packing.tokens(),
+        tokens: tokens_of(Packing::Heads(p.tile_heads)),
         groups: quotient(p.hopper.attention.q_heads, p.tile_heads),
     };
-    let count = call.count_row_tiles().min(MOST_ROW_TILES);
+    // Lengths that do not fit each other may ask for more than there is room for.
+    let count = call.count_row_tiles().min(most_row_tiles(&p)).min(MOST_ROW_TILES);
     let work = call.describe_row_tiles(count);
     sync_threads();
     for cta in Rolled(thread_idx()..p.ctas + 1, THREADS) {
@@ -89,6 +89,21 @@ pub fn schedule(
         let [row_tile, group, keys] = spot;
         spots.store_vec((SPOT_WORDS * cta) as usize, [row_tile, group, keys, 0]);
     }
+}
+
+/// Row tiles of all sequences for a group of query heads, at most.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+pub fn most_row_tiles(p: &PagedHopperParams) -> u32 {
+    let AttentionParams { batch, q_len, .. } = p.hopper.attention;
+    let tokens = tokens_of(Packing::Heads(p.tile_heads));
+    // Saturates: a call of more is not divided.
+    batch.saturating_mul(q_len.div_ceil(tokens)).min(row_tiles(p.tokens, batch, tokens))
+}
+
+/// Tokens of a row tile.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+fn tokens_of(packing: Packing) -> u32 {
+    ROWS / WARPGROUP_ROWS * packing.tokens()
 }
 
 impl Call<'_> {

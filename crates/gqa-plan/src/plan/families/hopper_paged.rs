@@ -137,8 +137,9 @@ fn split(call: &Call<'_>, entry: &'static Entry) -> Option<Kernel> {
     if !division.fits(p) {
         return None;
     }
-    if let Some(forced) = call.options.force {
-        return (forced == split.name).then(|| Kernel::whole(split));
+    if let Some(forced) = call.forced {
+        let is_beside = [Role::Schedule, Role::Merge].contains(&forced.role);
+        return (is_beside || forced.name == split.name).then(|| Kernel::whole(split));
     }
     let few_rows = !fills_tiles(p) && !reading_often_pays(p, device);
     (few_rows || division.pays()).then(|| Kernel::whole(split))
@@ -234,8 +235,7 @@ impl PagedCall {
     pub(super) fn new(job: Job<'_>, entry: &'static Entry) -> Result<Self> {
         let params = paged_params(&job, entry)?;
         let mut arguments = arguments(&job, &params, entry)?;
-        let row_tiles = row_tiles(pages(job.problem)?, job.problem, params.tile_heads, entry);
-        arguments.extend(scratch(&params, entry, row_tiles, job.scratch)?);
+        arguments.extend(scratch(&params, entry, job.scratch)?);
         Ok(Self {
             entry,
             params,
@@ -297,6 +297,7 @@ fn paged_params(job: &Job<'_>, entry: &Entry) -> Result<PagedHopperParams> {
 /// Row tiles of all sequences for a group of query heads, at most.
 fn row_tiles(pages: Pages, p: &Problem, tile_heads: u32, entry: &Entry) -> usize {
     let tokens = kernels::packed_tokens(tile_heads, entry.rows) as usize;
+    // As `most_row_tiles` of the kernel has it.
     let of_longest = p.batch.saturating_mul(p.q_len.div_ceil(tokens));
     of_longest.min(pages.tokens / tokens + p.batch)
 }
@@ -321,18 +322,17 @@ fn tile_heads(p: &Problem, pages: Pages, rows: u32) -> usize {
     (1..=group.min(kernels::QUERY_BOX as usize)).filter(fits).min_by_key(tiles).unwrap_or(1)
 }
 
-/// Scratch memory: a counter from which work tiles are drawn; or a schedule of up to so many row
-/// tiles, and what pieces leave for the merge.
+/// Scratch memory: a counter from which work tiles are drawn; or a schedule, and what pieces leave
+/// for the merge.
 fn scratch(
     params: &PagedHopperParams,
     entry: &Entry,
-    row_tiles: usize,
     scratch: &mut Scratch,
 ) -> Result<Vec<(&'static str, Arg)>> {
     if entry.role == Role::Attention {
         return Ok(vec![("counter", scratch.count(1))]);
     }
-    let [row_tiles, spots] = kernels::schedule_words(params, row_tiles);
+    let [row_tiles, spots] = kernels::schedule_words(params);
     let [columns, states] = kernels::part_elements(params);
     let mut take = |elements, size| scratch.take(elements, size);
     Ok(vec![
