@@ -127,6 +127,20 @@ fn long_sequences_in_parts() {
     }
 }
 
+/// Row tiles in more parts than a warp of the merge looks for at a time.
+#[test]
+fn a_long_sequence_in_many_parts() {
+    let name = Some("gqa_hopper_paged_split_f16_d64");
+    let options = PlanOptions { force: name, ..PlanOptions::default() };
+    let of = |case: PagedCase| PagedCase {
+        case: Case { dtype: DType::F16, head_size: 64, rotary: None, ..case.case },
+        ..case
+    };
+    let cases = paged_long(steps(8), 9000..=9600).prop_map(of).boxed();
+    let sim = Sim::default().with_options(options.clone());
+    parity("sim, many parts", 4, in_place_by(&options, cases), &sim);
+}
+
 /// Decode steps that divide the keys of all sequences by their lengths: with places for many parts
 /// of each, and with more sequences than places.
 #[test]

@@ -223,7 +223,7 @@ pub struct PagedHopperParams {
     pub counts_new: u32,
     /// Query heads of a row tile; divides the query heads of a KV head, 64 at most.
     pub tile_heads: u32,
-    /// CTAs that have equal shares of the work, where these are not whole work tiles.
+    /// CTAs that have equal ranges of the work, where these are not whole work tiles.
     pub ctas: u32,
     /// Columns of a row of their results: the kernel's head size.
     pub columns: u32,

@@ -34,7 +34,7 @@
 //! **Over a paged KV cache** two warps assemble each K and V tile from boxes, one box per block,
 //! and a row tile holds tokens of one sequence; q and out hold the tokens of all sequences packed
 //! one after the other (`pages.rs`). There query heads may share row tiles (`packing.rs`), and CTAs
-//! may have equal shares of the work by what lengths the device finds (`schedule.rs`, `parts.rs`).
+//! may have equal ranges of the work by what lengths the device finds (`schedule.rs`, `parts.rs`).
 //!
 //! **Over a quantized KV cache** one more warpgroup converts each tile of quantized values to
 //! float16 in shared memory (`convert.rs`), and the consumers convert the queries to float16 in
@@ -182,7 +182,7 @@ impl<
             return;
         }
         if thread_idx() < WARPGROUP {
-            // The warps that load a mask or walk through a share need more registers. Larger heads
+            // The warps that load a mask or walk through a range need more registers. Larger heads
             // leave none.
             if M > 0 || splits && D <= 128 {
                 registers_lower::<56>()
@@ -195,7 +195,7 @@ impl<
             let pages = pointers.pages;
             if let Some(pages) = pages.filter(|_| warp() == 0) {
                 match pages.parts {
-                    Some(parts) => pages::load_share::<Self>(base, k, v, pages, parts, p),
+                    Some(parts) => pages::load_range::<Self>(base, k, v, pages, parts, p),
                     None => pages::load_keys_and_values::<Self>(base, k, v, pages, counter, p),
                 }
             } else if thread_idx() == 0 {
@@ -310,7 +310,7 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
     }
 
     /// `run_paged` for calls with few rows or long sequences among short ones: the query heads of a
-    /// KV head share row tiles (`packing.rs`), and all CTAs have equal shares of the work
+    /// KV head share row tiles (`packing.rs`), and all CTAs have equal ranges of the work
     /// (`schedule.rs`). [`schedule`] is before it, [`merge_parts`] behind it.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn run_paged_split<T: MmaElement>(
@@ -323,13 +323,13 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
         head_sink: Global<T>,
         out: Global<T>,
         row_tiles: Global<u32>,
-        spots: Global<u32>,
+        range_starts: Global<u32>,
         part_columns: Global<f32>,
         part_states: Global<[f32; 2]>,
         p: PagedHopperParams,
     ) {
         const { assert!(Self::ROWS == schedule::ROWS) }
-        let schedule = Schedule { row_tiles, spots };
+        let schedule = Schedule { row_tiles, range_starts };
         let parts = Parts { columns: part_columns, states: part_states, schedule };
         let lengths = Global::null();
         let pages = Pages::new(lengths, lengths, block_table, &p).shared(parts, &p);
@@ -647,17 +647,17 @@ pub fn paged_grid(p: &PagedHopperParams, rows: u32, multiprocessors: u32) -> [u3
     [tiles.saturating_mul(a.q_heads).min(multiprocessors), 1, 1]
 }
 
-/// Grid of the merge that follows CTAs with equal shares of the work.
+/// Grid of the merge that follows CTAs with equal ranges of the work.
 #[cfg(not(target_arch = "nvptx64"))]
 pub fn merge_grid(p: &PagedHopperParams) -> [u32; 3] {
     [p.ctas, schedule::ROWS / parts::MERGE_ROWS, 1]
 }
 
-/// Words of a schedule: those of row tiles, and those of where shares begin.
+/// Words of a schedule: those of row tiles, and those of where ranges begin.
 #[cfg(not(target_arch = "nvptx64"))]
 pub fn schedule_words(p: &PagedHopperParams) -> [usize; 2] {
     let row_tiles = most_row_tiles(p) as usize;
-    [row_tiles * schedule::TILE_WORDS as usize, ((p.ctas + 1) * schedule::SPOT_WORDS) as usize]
+    [row_tiles * schedule::TILE_WORDS as usize, ((p.ctas + 1) * schedule::START_WORDS) as usize]
 }
 
 /// Numbers that the CTAs leave for the merge: columns and states.

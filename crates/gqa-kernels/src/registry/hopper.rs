@@ -115,10 +115,10 @@ hopper_paged_kernels!(HOPPER_PAGED, Attention, run_paged,
     gqa_hopper_paged_f16_d256, gqa_hopper_paged_bf16_d256 => hopper::D256<false>;
 });
 
-// Heads share row tiles, and CTAs have equal shares of the work.
+// Heads share row tiles, and CTAs have equal ranges of the work.
 hopper_paged_kernels!(HOPPER_PAGED_SPLIT, SplitAttention, run_paged_split,
     ([q 0, k 1, v 2] cos: T, sin: T, block_table: i32, head_sink: T, out: T,
-     row_tiles: u32, spots: u32, part_columns: f32, part_states: [f32; 2];
+     row_tiles: u32, range_starts: u32, part_columns: f32, part_states: [f32; 2];
      p: PagedHopperParams), {
     gqa_hopper_paged_split_f16_d64, gqa_hopper_paged_split_bf16_d64 => hopper::D64Short;
     gqa_hopper_paged_split_f16_d96, gqa_hopper_paged_split_bf16_d96 => hopper::D96Short;
@@ -128,7 +128,7 @@ hopper_paged_kernels!(HOPPER_PAGED_SPLIT, SplitAttention, run_paged_split,
 });
 
 kernels!(HOPPER_PAGED_MERGE, HopperPaged: Merge, "family-hopper-paged",
-    (row_tiles: u32, spots: u32, part_columns: f32, part_states: [f32; 2], head_sink: T, out: T;
+    (row_tiles: u32, range_starts: u32, part_columns: f32, part_states: [f32; 2], head_sink: T, out: T;
      p: PagedHopperParams),
     each { head_size: 256, rows: 0, keys: 0, threads: hopper::MERGE_THREADS, min_blocks: 2,
            shared: 0, hot: true, min_sm: 90 }, {
@@ -137,7 +137,7 @@ kernels!(HOPPER_PAGED_MERGE, HopperPaged: Merge, "family-hopper-paged",
 });
 
 kernels!(HOPPER_PAGED_SCHEDULE, HopperPaged: Schedule, "family-hopper-paged",
-    (starts: i32, past_seqlens: i32, row_tiles: u32, spots: u32; p: PagedHopperParams),
+    (starts: i32, past_seqlens: i32, row_tiles: u32, range_starts: u32; p: PagedHopperParams),
     each { head_size: 0, rows: 0, keys: 0, threads: hopper::SCHEDULE_THREADS, min_blocks: 1,
            shared: hopper::SCHEDULE_BYTES, hot: true, min_sm: 90 }, {
     gqa_hopper_paged_schedule => hopper::schedule, T = f32;

@@ -225,7 +225,7 @@ proptest! {
 proptest! {
     #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(150) })]
 
-    /// Nor do they in the schedule of a prefill; shares begin one behind the other.
+    /// Nor do they in the schedule of a prefill; ranges begin one behind the other.
     #[test]
     fn no_integer_leads_a_schedule_outside(
         (batch, q_len, tokens, ctas) in (1..=40u32, 1..=300u32, 1..=600u32, 1..=20u32),
@@ -236,25 +236,33 @@ proptest! {
     ) {
         let attention = AttentionParams {
             batch, q_heads: tile_heads * groups, kv_heads: groups, head_size: 128, q_len, capacity,
-            causal: causal.into(), window: if causal { window } else { 0 }, ..AttentionParams::zeroed()
+            causal: causal.into(), window: if causal { window } else { 0 },
+            ..AttentionParams::zeroed()
         };
         let p = PagedHopperParams {
             hopper: HopperParams { attention, ..HopperParams::zeroed() },
-            tokens, counts_new: counts_new.into(), tile_heads, ctas, columns: 128, shortest: 2, keys: 128,
+            tokens, counts_new: counts_new.into(), tile_heads, ctas, columns: 128, shortest: 2,
+            keys: 128,
             ..PagedHopperParams::zeroed()
         };
         // Sequences of many tokens, too.
-        let long = |integers: &[i32]| integers.iter().map(|i| i.wrapping_mul(times)).collect::<Vec<_>>();
+        let long = |integers: &[i32]| -> Vec<_> {
+            integers.iter().map(|i| i.wrapping_mul(times)).collect()
+        };
         let (starts, past) = (long(&starts[..=batch as usize]), long(&past[..batch as usize]));
-        let [mut row_tiles, mut spots] = hopper::schedule_words(&p).map(|words| vec![u32::MAX; words]);
+        let memory = hopper::schedule_words(&p).map(|words| vec![u32::MAX; words]);
+        let [mut row_tiles, mut range_starts] = memory;
         start(entry("hopper_paged_schedule", DType::F32), 1, seed, &[
-            Arg::read(&starts), Arg::read(&past), Arg::write(&mut row_tiles), Arg::write(&mut spots), Arg::params(&p),
+            Arg::read(&starts), Arg::read(&past), Arg::write(&mut row_tiles),
+            Arg::write(&mut range_starts), Arg::params(&p),
         ])?;
-        let spots: Vec<_> = spots.chunks(4).map(|spot| [spot[0], spot[1], spot[2]]).collect();
-        let end = spots[ctas as usize];
-        prop_assert!(spots.is_sorted() && end[1..] == [0, 0] && end[0] <= hopper::most_row_tiles(&p), "{spots:?}");
-        prop_assert!(spots.iter().all(|&[row_tile, group, _]| row_tile <= end[0] && group < groups), "{spots:?}");
-        prop_assert!(spots[0] == [0; 3], "{spots:?}");
+        let places = range_starts.chunks(4).map(|place| [place[0], place[1], place[2]]);
+        let begins: Vec<_> = places.collect();
+        let end = begins[ctas as usize];
+        prop_assert!(begins.is_sorted() && begins[0] == [0; 3], "{begins:?}");
+        prop_assert!(end[1..] == [0, 0] && end[0] <= hopper::most_row_tiles(&p), "{begins:?}");
+        let is_inside = |&[row_tile, group, _]: &[u32; 3]| row_tile <= end[0] && group < groups;
+        prop_assert!(begins.iter().all(is_inside), "{begins:?}");
     }
 }
 

@@ -2259,11 +2259,11 @@ fn float8_reach(name: &str, problem: &Problem, launch: &Launch, element: usize) 
 fn hopper_paged_reach(name: &str, launch: &Launch, element: usize) -> usize {
     let p: &PagedHopperParams = bytemuck::from_bytes(&launch.params);
     let a = &p.hopper.attention;
-    let [tile_words, spot_words] = hopper::schedule_words(p);
+    let [tile_words, start_words] = hopper::schedule_words(p);
     let [columns, states] = hopper::part_elements(p);
     match name {
         "row_tiles" => tile_words * 4,
-        "spots" => spot_words * 4,
+        "range_starts" => start_words * 4,
         "part_columns" => columns * 4,
         "part_states" => states * 8,
         "out" => reach(a.out, [1, a.q_heads, p.tokens], a.head_size) * element,

@@ -3,7 +3,7 @@
 //!
 //! **Row tiles** are numbered across all sequences (`row_tiles.rs`), except for sequences with few
 //! tokens where another kernel attends to them. In kernels of their own the query heads of a KV
-//! head share row tiles (`packing.rs`), and CTAs have equal shares of the work (`schedule.rs`,
+//! head share row tiles (`packing.rs`), and CTAs have equal ranges of the work (`schedule.rs`,
 //! `parts.rs`).
 //!
 //! **SharedQueue**: a secondary launch may join, for SMs that become free later; its CTAs draw from
@@ -45,7 +45,7 @@ pub(super) struct Pages {
     /// The cache's last block.
     last: u32,
     pub(super) packing: Packing,
-    /// Where CTAs have equal shares of the work, these, and scratch memory of pieces. None: work
+    /// Where CTAs have equal ranges of the work, these, and scratch memory of pieces. None: work
     /// tiles are whole, and CTAs draw them.
     pub(super) parts: Option<Parts>,
     queue: SharedQueue,
@@ -106,7 +106,7 @@ impl Pages {
         }
     }
 
-    /// With row tiles that heads share, and equal shares of the work.
+    /// With row tiles that heads share, and equal ranges of the work.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn shared(self, parts: Parts, p: &PagedHopperParams) -> Self {
         Self { packing: Packing::Heads(p.tile_heads), parts: Some(parts), ..self }
@@ -346,9 +346,9 @@ pub(super) fn load_keys_and_values<S: Tile>(
     boxes.load_behind::<S>();
 }
 
-/// [`load_keys_and_values`] where CTAs have equal shares of the work.
+/// [`load_keys_and_values`] where CTAs have equal ranges of the work.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
-pub(super) fn load_share<S: Tile>(
+pub(super) fn load_range<S: Tile>(
     base: u32,
     k: TensorMap,
     v: TensorMap,
@@ -357,10 +357,10 @@ pub(super) fn load_share<S: Tile>(
     p: &AttentionParams,
 ) {
     let leads = lane() == 0;
-    let mut share = parts.schedule.share(pages.packing, p.q_heads);
+    let mut range = parts.schedule.range(pages.packing, p.q_heads);
     let mut boxes = Boxes::new::<S>(base, k, v, pages);
     let mut n = 0;
-    while let Some(work) = share.next() {
+    while let Some(work) = range.next() {
         if leads {
             Slot::announce::<S>(base, n, Some(&work));
         }

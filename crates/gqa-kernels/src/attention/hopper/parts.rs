@@ -1,7 +1,7 @@
 //! Pieces of row tiles over a paged KV cache: where several CTAs attend to one (`schedule.rs`),
 //! each leaves its results in f32, and [`merge`] merges them.
 //!
-//! A CTA has two pieces of shared row tiles at most: the first of its share, where the CTA before
+//! A CTA has two pieces of shared row tiles at most: the first of its range, where the CTA before
 //! it has attended to other keys of the row tile, and the last one.
 
 use super::output::Output;
@@ -26,7 +26,7 @@ const WARP_ROWS: usize = 2;
 const COLUMNS: u32 = 4;
 /// Pieces of a row whose columns a lane keeps in flight.
 const TOGETHER: usize = 2;
-/// CTAs whose pieces a warp looks for at a time: a lane sees where the next one's share begins.
+/// CTAs whose pieces a warp looks for at a time: a lane sees where the next one's range begins.
 const SEEN: u32 = LANES - 1;
 
 /// Stands for the place of a whole row tile, whose results go to the output.
@@ -46,7 +46,7 @@ pub(super) struct Parts {
     pub(super) columns: Global<f32>,
     /// (piece, row of the tile): maximum and sum.
     pub(super) states: Global<[f32; 2]>,
-    /// The shares of the CTAs.
+    /// The ranges of the CTAs.
     pub(super) schedule: Schedule,
 }
 
@@ -93,7 +93,7 @@ struct Merged {
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn merge<T: MmaElement>(
     row_tiles: Global<u32>,
-    spots: Global<u32>,
+    range_starts: Global<u32>,
     part_columns: Global<f32>,
     part_states: Global<[f32; 2]>,
     head_sink: Global<T>,
@@ -102,10 +102,10 @@ pub fn merge<T: MmaElement>(
 ) {
     grid_dependency_wait();
     launch_dependents();
-    let schedule = Schedule { row_tiles, spots };
+    let schedule = Schedule { row_tiles, range_starts };
     let parts = Parts { columns: part_columns, states: part_states, schedule };
     let cta = block_idx_x();
-    let [begin, end] = [0, 1].map(|next| schedule.spot(cta + next));
+    let [begin, end] = [0, 1].map(|next| schedule.range_start(cta + next));
     let [row_tile, group, keys] = end;
     if keys == 0 || is_within(begin, end) {
         return;
@@ -128,7 +128,7 @@ pub fn merge<T: MmaElement>(
     }
 }
 
-/// Whether a share begins within the row tile of `end`, behind its first key tile.
+/// Whether a range begins within the row tile of `end`, behind its first key tile.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn is_within([row_tile, group, keys]: [u32; 3], end: [u32; 3]) -> bool {
     row_tile == end[0] && group == end[1] && keys > 0
@@ -182,8 +182,8 @@ impl Merged {
 }
 
 impl Parts {
-    /// Merges rows of the tile in which the share of `cta` ends at `end`, from row `row` on, those
-    /// that exist. CTAs behind that one have the other pieces; an empty share has none.
+    /// Merges rows of the tile in which the range of `cta` ends at `end`, from row `row` on, those
+    /// that exist. CTAs behind that one have the other pieces; an empty range has none.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn merge_rows(
         self,
@@ -195,7 +195,7 @@ impl Parts {
         let mut merged = [Merged::EMPTY; WARP_ROWS];
         for first in Rolled(cta..p.ctas, SEEN) {
             let other = (first + lane()).min(p.ctas);
-            let (begin, begun) = (self.schedule.spot(other), other > cta);
+            let (begin, begun) = (self.schedule.range_start(other), other > cta);
             let next = begin.map(|word| shfl_idx_u32(word, (lane() + 1) % LANES));
             let is_here = lane() < SEEN && (!begun || other < p.ctas && is_within(begin, end));
             let row = place(other, begun) * ROWS + row;

@@ -1,16 +1,16 @@
-//! Divides the work of the kernels that split keys: every CTA takes an equal share of it, whatever
+//! Divides the work of the kernels that split keys: every CTA takes a range of equal work, whatever
 //! the lengths are that the device finds (stream-K, Osama et al., 2023).
 //!
 //! **A kernel of one CTA**, [`schedule`], describes the row tiles of all sequences, and where each
-//! CTA's share begins. The attention kernel behind it reads both, and has nothing to compute before
+//! CTA's range begins. The attention kernel behind it reads both, and has nothing to compute before
 //! it loads: one warp that numbers row tiles for itself takes longer than short ones do.
 //!
 //! **Order of the work**: row tile, group of query heads that share it, key tile. The work of a row
-//! tile is its key tiles and [`BEGINNING`]. Shares begin at row tiles, or at multiples of the
+//! tile is its key tiles and [`BEGINNING`]. Ranges begin at row tiles, or at multiples of the
 //! fewest key tiles of a piece.
 //!
-//! **Memory**: row_tiles (row tile, [`TILE_WORDS`]) as [`Work`] has them; spots (CTA + 1, 4): row
-//! tile, group, key tile and 0. The last one is behind all work.
+//! **Memory**: row_tiles (row tile, [`TILE_WORDS`]) as [`Work`] has them; range_starts (CTA + 1,
+//! 4): row tile, group, key tile and 0. The last one is behind all work.
 
 use super::packing::Packing;
 use super::shape::WARPGROUP_ROWS;
@@ -34,8 +34,8 @@ pub const SHARED_BYTES: u32 = WORK + 4 * MOST_ROW_TILES;
 pub(super) const ROWS: u32 = 2 * WARPGROUP_ROWS;
 /// Words of a row tile.
 pub(super) const TILE_WORDS: u32 = 12;
-/// Words of a place where a share begins.
-pub(super) const SPOT_WORDS: u32 = 4;
+/// Words of a place where a range begins.
+pub(super) const START_WORDS: u32 = 4;
 
 /// What the beginning of a row tile costs, in key tiles.
 const BEGINNING: u32 = 2;
@@ -61,7 +61,7 @@ pub fn schedule(
     starts: Global<i32>,
     past_seqlens: Global<i32>,
     row_tiles: Global<u32>,
-    spots: Global<u32>,
+    range_starts: Global<u32>,
     p: PagedHopperParams,
 ) {
     grid_dependency_wait();
@@ -85,9 +85,9 @@ pub fn schedule(
     let work = call.describe_row_tiles(count);
     sync_threads();
     for cta in Rolled(thread_idx()..p.ctas + 1, THREADS) {
-        let spot = if cta < p.ctas { call.spot(cta, work, count) } else { [count, 0, 0] };
-        let [row_tile, group, keys] = spot;
-        spots.store_vec((SPOT_WORDS * cta) as usize, [row_tile, group, keys, 0]);
+        let start = if cta < p.ctas { call.range_start(cta, work, count) } else { [count, 0, 0] };
+        let [row_tile, group, keys] = start;
+        range_starts.store_vec((START_WORDS * cta) as usize, [row_tile, group, keys, 0]);
     }
 }
 
@@ -171,9 +171,9 @@ impl Call<'_> {
         if batch == 0 { 0 } else { Shared::<u32>::at(ROW_TILES).load(batch - 1) }
     }
 
-    /// Where the share of a CTA begins, with so much work in each group's row tiles.
+    /// Where the range of a CTA begins, with so much work in each group's row tiles.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn spot(&self, cta: u32, work: u32, count: u32) -> [u32; 3] {
+    fn range_start(&self, cta: u32, work: u32, count: u32) -> [u32; 3] {
         let all = u64::from(work) * u64::from(self.groups);
         let position = all * u64::from(cta) / u64::from(self.p.ctas);
         let sums = Shared::<u32>::at(WORK);
@@ -229,8 +229,8 @@ fn sum_up_to_thread(own: u32, all: &mut u32) -> u32 {
     if warp() == 0 { up_to } else { before + up_to }
 }
 
-/// The share of a CTA, for one warp.
-pub(super) struct Share {
+/// The range of a CTA, for one warp.
+pub(super) struct WorkRange {
     row_tiles: Global<u32>,
     groups: u32,
     /// Query heads of a group.
@@ -251,34 +251,34 @@ pub(super) struct Share {
 #[derive(Clone, Copy)]
 pub(super) struct Schedule {
     pub(super) row_tiles: Global<u32>,
-    pub(super) spots: Global<u32>,
+    pub(super) range_starts: Global<u32>,
 }
 
 impl Schedule {
-    /// Where the share of a CTA begins.
+    /// Where the range of a CTA begins.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub(super) fn spot(self, cta: u32) -> [u32; 3] {
-        let [row_tile, group, keys, _] = self.spots.load_vec((SPOT_WORDS * cta) as usize);
+    pub(super) fn range_start(self, cta: u32) -> [u32; 3] {
+        let [row_tile, group, keys, _] = self.range_starts.load_vec((START_WORDS * cta) as usize);
         [row_tile, group, keys]
     }
 
-    /// The share of this CTA.
+    /// The range of this CTA.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub(super) fn share(self, packing: Packing, q_heads: u32) -> Share {
-        let [begin, end] = [0, 1].map(|next| self.spot(block_idx_x() + next));
+    pub(super) fn range(self, packing: Packing, q_heads: u32) -> WorkRange {
+        let [begin, end] = [0, 1].map(|next| self.range_start(block_idx_x() + next));
         let ([row_tile, group, from], [last, behind, rest]) = (begin, end);
         let (heads, groups) = (packing.heads(), quotient(q_heads, packing.heads()));
         let whole = (last - row_tile) * groups + behind - group;
         let left = if begin == end { 0 } else { whole + rest.min(1) };
         let (row_tiles, end) = (self.row_tiles, rest);
-        let mut share =
-            Share { row_tiles, groups, heads, row_tile, group, from, left, end, held: 0 };
-        share.hold();
-        share
+        let mut range =
+            WorkRange { row_tiles, groups, heads, row_tile, group, from, left, end, held: 0 };
+        range.hold();
+        range
     }
 }
 
-impl Share {
+impl WorkRange {
     /// The next piece; `None` behind the last.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn next(&mut self) -> Option<Work> {

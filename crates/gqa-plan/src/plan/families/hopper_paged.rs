@@ -332,12 +332,12 @@ fn scratch(
     if entry.role == Role::Attention {
         return Ok(vec![("counter", scratch.count(1))]);
     }
-    let [row_tiles, spots] = kernels::schedule_words(params);
+    let [row_tiles, range_starts] = kernels::schedule_words(params);
     let [columns, states] = kernels::part_elements(params);
     let mut take = |elements, size| scratch.take(elements, size);
     Ok(vec![
         ("row_tiles", take(row_tiles, size_of::<u32>())?),
-        ("spots", take(spots, size_of::<u32>())?),
+        ("range_starts", take(range_starts, size_of::<u32>())?),
         ("part_columns", take(columns, size_of::<f32>())?),
         ("part_states", take(states, size_of::<[f32; 2]>())?),
     ])
