@@ -23,8 +23,8 @@ use super::products::Products;
 use super::{Decode, Place};
 use crate::params::DecodeParams;
 use crate::simt::{
-    Rolled, Shared, block_idx_x, block_idx_y, block_idx_z, cluster_rank, cluster_size, lane,
-    shfl_idx_u32, shfl_xor_u32, sync_threads, thread_idx,
+    Rolled, Shared, any_sync, block_idx_x, block_idx_y, block_idx_z, cluster_rank, cluster_size,
+    lane, shfl_idx_u32, shfl_xor_u32, sync_threads, thread_idx,
 };
 use crate::tile::rows::{Rows, row_tiles};
 use crate::tile::seqlens::Seqlens;
@@ -98,8 +98,14 @@ impl Division {
     fn sequence(&self, first: u32) -> (u32, u32) {
         let b = first + lane();
         let tiles = if b < self.sequences { self.tiles.load(b) } else { 0 };
-        let parts = tiles.div_ceil(self.part.max(1)).min(MOST_PARTS);
-        (tiles, if tiles > self.longest { parts } else { tiles.min(1) })
+        let is_split = tiles > self.longest;
+        let mut parts = tiles.min(1);
+        // Mostly none is, and no lane divides.
+        if any_sync(is_split) {
+            let of_split = tiles.div_ceil(self.part.max(1)).min(MOST_PARTS);
+            parts = if is_split { of_split } else { parts };
+        }
+        (tiles, parts)
     }
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
@@ -152,9 +158,14 @@ impl Division {
     }
 
     /// Part number `nth`: its sequence, the number of the sequence's first part, the part's index
-    /// in the sequence, and the sequence's number of parts. `None` past the last part.
+    /// in the sequence, and the sequence's number of parts. `None` past the last part; where no
+    /// sequence is split, they have their own numbers, also those without keys.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn find(&self, nth: u32, of_split: u32) -> Option<[u32; 4]> {
+        if of_split == 0 {
+            let has_keys = nth < self.sequences && self.tiles.load(nth) > 0;
+            return has_keys.then_some([nth, nth, 0, 1]);
+        }
         let is_split = nth < of_split;
         let mut left = if is_split { nth } else { nth - of_split };
         for first in Rolled(0..self.sequences, LANES) {
