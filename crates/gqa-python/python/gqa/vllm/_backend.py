@@ -1,7 +1,7 @@
 """What vLLM asks of an attention backend. It imports these classes by name, where it is told to."""
 
 import copy
-from typing import Any, ClassVar, NamedTuple, Optional
+from typing import Any, ClassVar, Optional
 
 import torch
 from torch import Tensor
@@ -22,11 +22,22 @@ from vllm.v1.attention.backend import (
 from vllm.v1.attention.backends.utils import get_kv_cache_layout
 
 from gqa import _cuda, _launch, _quantized, flash_attn_varlen_func
+from gqa._engine import ahead
+from gqa._engine.calls import (
+    Call,
+    Given,
+    Halves,
+    Layout,
+    asked,
+    halves_of,
+    most_scratch,
+    prepared,
+)
 from gqa._errors import invalid
 from gqa._flash import Scores
 from gqa._quantized import Cache
-from gqa.vllm import _ahead, _context
-from gqa.vllm._calls import MOST_SCRATCH, Call, Given, Step, asked, bound, prepared
+from gqa.vllm import _context
+from gqa.vllm._step import Step
 
 _FLOAT8 = ("fp8", "fp8_e4m3")
 _ENCODERS = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
@@ -158,10 +169,10 @@ class MetadataBuilder(AttentionMetadataBuilder):
             given.query_start_loc,
             given.seq_lens,
             given.block_table_tensor,
-            given.slot_mapping,
-            given.causal,
             given.query_start_loc_cpu,
             given.seq_lens_cpu_upper_bound,
+            slot_mapping=given.slot_mapping,
+            causal=given.causal,
         )
         step.past = self._past.of(step)
         return step
@@ -218,10 +229,10 @@ class Impl(AttentionImpl):
         # Kernels read blocks, and write the output.
         self._is_plain = not (self.encodes or self.gathers or self._combine)
         self._most_scratch = _most_scratch(num_kv_heads, head_size)
-        self._limits = _ahead.limits()
+        self._limits = _limits()
         self._scores: Optional[Scores] = None
         # Of the KV cache, and what has the same plans.
-        self._layout: Optional[_Layout] = None
+        self._layout: Optional[Layout] = None
         self._kind: object = None
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
@@ -283,7 +294,7 @@ class Impl(AttentionImpl):
             torch.empty(self._most_scratch, dtype=torch.uint8, device=output.device)
         return output.fill_(0)
 
-    def _settle(self, layer: Any, query: Tensor, halves: "_Halves") -> None:
+    def _settle(self, layer: Any, query: Tensor, halves: Halves) -> None:
         """Finds out what the layer's plans depend on."""
         if self._scores is None:
             sinks = None if self.sinks is None else self.sinks.detach()
@@ -312,7 +323,7 @@ class Impl(AttentionImpl):
         step: Step,
         query: Tensor,
         output: Tensor,
-        halves: "_Halves",
+        halves: Halves,
         stream: int,
     ) -> Call:
         assert self._scores is not None
@@ -320,11 +331,11 @@ class Impl(AttentionImpl):
         given = Given(query, output, cache, self._scores)
         if self._limits and self._kind not in _begun and not step.is_captured:
             _begun.add(self._kind)
-            _ahead.begin(asked(step, given), self._limits)
+            ahead.begin(asked(step, given), self._limits)
         call = step.calls[self._kind] = prepared(step, given, self._most_scratch, stream)
         return call
 
-    def _cache(self, layer: Any, halves: "_Halves") -> Cache:
+    def _cache(self, layer: Any, halves: Halves) -> Cache:
         """The KV cache with its scales."""
         if not self.is_float8:
             return Cache(halves.keys, halves.values)
@@ -374,42 +385,32 @@ class Impl(AttentionImpl):
         return {**numbers, **tensors, "window_size": self.window}
 
 
-# Shape, strides and type of a KV cache; one object for all that are alike.
-_Layout = tuple[Any, ...]
-_layouts: dict[_Layout, _Layout] = {}
 _kinds: dict[Any, object] = {}
 # Kinds whose kernels threads compile, or have compiled.
 _begun: set[object] = set()
 
 
-class _Halves(NamedTuple):
-    """Keys and values of a KV cache, (blocks, rows of a block, KV heads, size)."""
-
-    keys: Tensor
-    values: Tensor
-    addresses: tuple[int, int]
-    layout: _Layout
-    # The GPU's number.
-    device: int
-
-
-def _halves(kv_cache: Tensor, size: int) -> _Halves:
+def _halves(kv_cache: Tensor, size: int) -> Halves:
     """They are found once for a tensor, and kept with it, no longer than it lasts."""
-    found: Optional[_Halves] = getattr(kv_cache, "_gqa_halves", None)
+    found: Optional[Halves] = getattr(kv_cache, "_gqa_halves", None)
     if found is None or found.addresses[0] != kv_cache.data_ptr():
         rows = kv_cache.transpose(1, 2)
-        keys, values = rows[..., :size], rows[..., size:]
-        layout = tuple(kv_cache.shape), kv_cache.stride(), kv_cache.dtype, size
-        layout = _layouts.setdefault(layout, layout)
-        addresses = keys.data_ptr(), values.data_ptr()
-        found = _Halves(keys, values, addresses, layout, kv_cache.get_device())
+        found = halves_of(rows[..., :size], rows[..., size:])
         setattr(kv_cache, "_gqa_halves", found)
     return found
 
 
 def _most_scratch(kv_heads: int, size: int) -> int:
-    """Bytes that a call may have: the longest sequence's keys and values in 16 bits, or more."""
+    """Bytes that a call may have."""
     config: Any = get_current_vllm_config_or_none()
     model = None if config is None else config.model_config
-    longest = 0 if model is None else bound(model.max_model_len)
-    return max(MOST_SCRATCH, 4 * kv_heads * size * longest)
+    return most_scratch(kv_heads, size, 0 if model is None else model.max_model_len)
+
+
+def _limits() -> Optional[ahead.Limits]:
+    """Of what vLLM is configured for; None where it is not."""
+    config: Any = get_current_vllm_config_or_none()
+    if config is None or config.model_config is None:
+        return None
+    scheduler, longest = config.scheduler_config, config.model_config.max_model_len
+    return ahead.Limits(scheduler.max_num_batched_tokens, scheduler.max_num_seqs, longest)

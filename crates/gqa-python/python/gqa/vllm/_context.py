@@ -9,7 +9,7 @@ from vllm.distributed.parallel_state import get_dcp_group
 from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
 
 from gqa import flash_attn_varlen_func, merge_states
-from gqa.vllm._calls import Past, Step
+from gqa.vllm._step import Past, Step
 
 
 def group() -> Any:

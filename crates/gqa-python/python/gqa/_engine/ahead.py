@@ -3,9 +3,7 @@
 import itertools
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple, Optional
-
-from vllm.config import get_current_vllm_config_or_none
+from typing import Any, NamedTuple
 
 from gqa._launch import Planned, plan
 
@@ -19,15 +17,6 @@ class Limits(NamedTuple):
     sequences: int
     # Of a sequence.
     keys: int
-
-
-def limits() -> Optional[Limits]:
-    """Those that vLLM is configured for; None where it is not."""
-    config: Any = get_current_vllm_config_or_none()
-    if config is None or config.model_config is None:
-        return None
-    scheduler, longest = config.scheduler_config, config.model_config.max_model_len
-    return Limits(scheduler.max_num_batched_tokens, scheduler.max_num_seqs, longest)
 
 
 def begin(asked: tuple[Any, ...], most: Limits) -> list[Future[Planned]]:

@@ -1,4 +1,4 @@
-"""Calls over vLLM's paged KV cache: prepared once a step, launched by each layer."""
+"""Calls over an engine's paged KV cache: prepared once a step, launched by each layer."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ _OTHERS_OF_LAYER = "k_scale", "v_scale", "head_sink"
 
 @dataclass
 class Step:
-    """A step of vLLM's engine: which rows of the query are a sequence's, and where its keys are.
+    """A step of an engine: which rows of the query are a sequence's, and where its keys are.
 
     Lengths are those after the step. The bounds are of the longest sequence's rows and keys.
     """
@@ -33,24 +33,37 @@ class Step:
     query_start_loc: Tensor
     seq_lens: Tensor
     block_table: Tensor
-    slot_mapping: Tensor
-    causal: bool
-    # On the CPU: where each sequence's rows begin, and bounds of lengths where vLLM says them.
+    # On the CPU: where each sequence's rows begin, and bounds of lengths where the engine says
+    # them.
     starts_on_cpu: Tensor
     lengths_on_cpu: Optional[Tensor] = None
-    # With decode context parallelism, where sequences have keys of steps before.
-    past: Optional["Past"] = None
     # A graph captures it, or the run that warms up for the capture has it.
     is_captured: bool = False
     # By their kind.
     calls: dict[Any, "Call"] = field(default_factory=dict)
 
 
-class Past(NamedTuple):
-    """How many keys of steps before a rank has of each sequence, and a bound of that."""
+# Shape, strides and type of a KV cache; one object for all that are alike.
+Layout = tuple[Any, ...]
+_layouts: dict[Layout, Layout] = {}
 
-    lengths: Tensor
-    longest: int
+
+class Halves(NamedTuple):
+    """Keys and values of a KV cache, (blocks, rows of a block, KV heads, size)."""
+
+    keys: Tensor
+    values: Tensor
+    addresses: tuple[int, int]
+    layout: Layout
+    # The GPU's number.
+    device: int
+
+
+def halves_of(keys: Tensor, values: Tensor) -> Halves:
+    layout = keys.shape, keys.stride(), values.stride(), keys.dtype
+    layout = _layouts.setdefault(layout, layout)
+    addresses = keys.data_ptr(), values.data_ptr()
+    return Halves(keys, values, addresses, layout, keys.get_device())
 
 
 class Given(NamedTuple):
@@ -119,6 +132,11 @@ def bound(keys: int) -> int:
     plan."""
     unit = max(_LEAST_BOUND, 1 << max(keys.bit_length() - 4, 0))
     return -(-keys // unit) * unit
+
+
+def most_scratch(kv_heads: int, size: int, longest: int) -> int:
+    """Bytes that a call may have: a sequence's keys and values in 16 bits, or more."""
+    return max(MOST_SCRATCH, 4 * kv_heads * size * bound(longest))
 
 
 def prepared(step: Step, given: Given, most_scratch: int, stream: int) -> Call:
