@@ -28,6 +28,6 @@ def test_the_package_and_calls_of_it():
 def test_stubs_say_what_there_is(tmp_path):
     """Of the modules that have stubs."""
     others = tmp_path / "others"
-    others.write_text("gqa\\._(?!gqa(\\.|$)).*\ngqa\\.(distributed|transformers|vllm).*\n")
+    others.write_text("gqa\\._(?!gqa(\\.|$)).*\ngqa\\.(distributed|sglang|transformers|vllm).*\n")
     options = "--mypy-config-file", "pyproject.toml", "--allowlist", str(others)
     assert "Success" in checked("mypy.stubtest", *options, "--ignore-unused-allowlist", "gqa")

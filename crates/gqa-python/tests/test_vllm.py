@@ -10,6 +10,7 @@ import types
 import unittest
 from unittest import mock
 
+import emulated_engine
 import numpy as np
 import test_emulated as emulated
 import vllm_stand_in as vllm
@@ -17,7 +18,7 @@ from definition import attention
 from libraries import torch
 
 if torch is not None:
-    from gqa import _cuda, _flash, _launch
+    from gqa import _flash, _launch
     from gqa._engine import ahead, calls
 
 BACKEND = "gqa.vllm._backend"
@@ -224,13 +225,6 @@ def configured(max_model_len, max_num_batched_tokens=2048, max_num_seqs=64):
     )
 
 
-def addresses(planned, tensors):
-    """What calls.addresses does, with what tells kernels their tensors by addresses."""
-    named = ((name, tensors[name]) for name in planned.tensors)
-    planned.plan.layouts = {name: (x.shape, x.stride(), x.dtype) for name, x in named}
-    return [tensors[name].data_ptr() for name in planned.tensors]
-
-
 class Ranks:
     """Two ranks of vLLM's that share sequences' keys, run one after the other."""
 
@@ -270,31 +264,8 @@ class OnEmulatedGpu(unittest.TestCase):
         stack = contextlib.ExitStack()
         self.addCleanup(stack.close)
         self.module = stack.enter_context(backend())
-        self.calls = calls
-        self.stream, self.captures, self.made, self.for_graphs = 0, False, [], []
-        plan, plan_for_graph = (_launch._of_call(emulated.planned) for _ in range(2))
-
-        def recorded(make, of):
-            def made(*asked):
-                of.append(make(*asked))
-                return of[-1]
-
-            return made
-
-        for owner, name, value in (
-            (_flash, "backend", lambda q: _cuda),
-            (_flash, "_earlier", emulated.earlier),
-            (_cuda, "run", emulated.run),
-            (_cuda, "plan", plan),
-            (self.calls, "plan", recorded(plan, self.made)),
-            (self.calls, "plan_for_graph", recorded(plan_for_graph, self.for_graphs)),
-            (self.calls, "addresses", addresses),
-            (_launch, "_gpu", lambda _: emulated.Gpu()),
-            (_launch, "_gqa", types.SimpleNamespace(Call=emulated.Call)),
-            (torch.cuda, "is_current_stream_capturing", lambda: self.captures),
-            (_launch, "current_stream", lambda _: self.stream),
-        ):
-            stack.enter_context(mock.patch.object(owner, name, value))
+        self.gpu = stack.enter_context(emulated_engine.Gpu())
+        self.made, self.for_graphs = self.gpu.made, self.gpu.for_graphs
 
     def builder(self):
         return self.module.MetadataBuilder(None, ["layer"], None, torch.device("cpu"))
@@ -394,7 +365,7 @@ class OnEmulatedGpu(unittest.TestCase):
         self.assertEqual(len(self.made), 1)
         self.assertGreater(self.made[0].workspace_bytes, 4 * bound)
         self.made.clear()
-        with mock.patch.object(self.calls, "MOST_SCRATCH", bound):
+        with mock.patch.object(calls, "MOST_SCRATCH", bound):
             _, step = self.run_batch(Batch(lengths, float8=(0.02, 0.03), padding=4))
         (call,) = step.calls.values()
         self.assertGreater(len(call.parts), 1)
@@ -458,7 +429,7 @@ class OnEmulatedGpu(unittest.TestCase):
             self.check(layer, *self.attend(layer, step))
         self.assertEqual({made.plan.numbers[4] for made in self.made}, {1152})
         for keys in (1, 127, 129, 1025, 5000, 131071, 131072):
-            bound = self.calls.bound(keys)
+            bound = calls.bound(keys)
             self.assertTrue(keys <= bound <= max(keys + 127, keys * 9 / 8), (keys, bound))
 
     def test_another_block_table(self):
@@ -501,30 +472,30 @@ class OnEmulatedGpu(unittest.TestCase):
         with mock.patch.object(emulated.Planned, "gpu", "a100"):
             layer = self.layer(batch)
             step = self.builder().build(0, metadata(batch, layer.table))
-            calls = []
-            for self.stream, self.captures in ((3, False), (3, False), (3, True), (4, True)):
+            found, gpu = [], self.gpu
+            for gpu.stream, gpu.captures in ((3, False), (3, False), (3, True), (4, True)):
                 self.check(layer, *self.attend(layer, step))
-                calls.append(*step.calls.values())
-        self.assertTrue(calls[0].parts[0].workspace and calls[0].parts[0].counters)
-        self.assertIs(calls[0], calls[1])
-        self.assertEqual(len({*map(id, calls)}), 3)
+                found.append(*step.calls.values())
+        self.assertTrue(found[0].parts[0].workspace and found[0].parts[0].counters)
+        self.assertIs(found[0], found[1])
+        self.assertEqual(len({*map(id, found)}), 3)
 
     def test_kernels_of_graphs_are_specialized_at_once(self):
         """Of the run that warms up for a capture, and of the capture: both have one plan. Steps of
         the same size outside of graphs do not wait for the compiler."""
         layer = self.layer(Batch([(1, 50), (1, 20)], longest=4096))
         builder, told = self.builder(), metadata(layer.batch, layer.table)
-        for self.captures in (False, True):
+        for self.gpu.captures in (False, True):
             step = builder.build_for_cudagraph_capture(told)
             self.check(layer, *self.attend(layer, step))
             self.attend(layer, builder.update_block_table(step, layer.table, None))
         self.assertEqual((len(self.made), len({*map(id, self.for_graphs)})), (0, 1))
         self.assertEqual(len(self.for_graphs), 4)
-        self.captures = False
+        self.gpu.captures = False
         self.check(layer, *self.attend(layer, builder.build(0, told)))
         self.assertEqual((len(self.made), len(self.for_graphs)), (1, 4))
         # Captured by a runner that does not say so.
-        self.captures = True
+        self.gpu.captures = True
         self.check(layer, *self.attend(layer, builder.build(0, told)))
         self.assertEqual((len(self.made), len(self.for_graphs)), (1, 5))
 
@@ -548,12 +519,12 @@ class OnEmulatedGpu(unittest.TestCase):
         compiled = {name for one in made for name in one.plan.call.kernels("h200")}
         for numbers in (one.plan.numbers for one in made):
             self.assertTrue(numbers[1] <= rows and numbers[0] <= sequences and numbers[4] <= keys)
-        _, *given = self.calls.asked(builder.build(0, told), self.given(layer))
+        _, *given = calls.asked(builder.build(0, told), self.given(layer))
         random, needed = np.random.default_rng(63), set()
         for _ in range(300):
             lengths = np.ones(random.integers(1, sequences + 1), int)
             lengths[: random.integers(1, 4)] = 2 ** random.uniform(1, 9)
-            longest = min(self.calls.bound(int(lengths.max() + 2 ** random.uniform(0, 12))), keys)
+            longest = min(calls.bound(int(lengths.max() + 2 ** random.uniform(0, 12))), keys)
             given[3:5], given[6:8] = (len(lengths), lengths.sum()), (lengths.max(), longest)
             needed |= set(planned("paged", *given).plan.call.kernels("h200"))
         self.assertGreater(len(needed), 5)
@@ -563,7 +534,7 @@ class OnEmulatedGpu(unittest.TestCase):
         query = self.query(layer, sum(rows for rows, _ in layer.batch.lengths))
         halves = self.module._halves(layer.kv_cache, layer.batch.size)
         cache = layer.impl._cache(layer, halves)
-        return self.calls.Given(query, torch.empty_like(query), cache, layer.impl._scores)
+        return calls.Given(query, torch.empty_like(query), cache, layer.impl._scores)
 
     def test_encoders(self):
         lengths = [(5, 5), (33, 33), (16, 16)]
