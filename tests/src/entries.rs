@@ -2,10 +2,10 @@
 
 use crate::parity::{self, SEED};
 use crate::{
-    AttentionCase, Case, Parity, any_dtype, attention_case, biased_prompts, case, float8_prompts,
-    half_dtype, heads_up_to, latent, latent_in_place, padded, paged, paged_prompts, paged_steps,
-    prompts, quantized, quantized_output, quantized_prompts, quantized_steps, sliding, steps,
-    tree_steps, trees,
+    AttentionCase, Case, Parity, any_dtype, attention_case, biased_prompts, case, external,
+    float8_prompts, half_dtype, heads_up_to, latent, latent_in_place, padded, paged, paged_prompts,
+    paged_steps, prompts, quantized, quantized_output, quantized_prompts, quantized_steps, sliding,
+    steps, tree_steps, trees,
 };
 use gqa_host::backend::Backend;
 use gqa_host::plan::{DeviceInfo, PlanOptions, plan};
@@ -136,6 +136,7 @@ fn any_call() -> BoxedStrategy<Rc<dyn Parity>> {
         4 => attention_case(any_dtype(), 512, 40).prop_map(shared),
         1 => attention_case(half_dtype(), 256, 60).prop_map(AttentionCase::for_flash).prop_map(shared),
         1 => flash.prop_map(|(case, rows)| case.for_masked_flash(rows)).prop_map(shared),
+        1 => external(half_dtype(), &[[192, 128], [168, 104]], [60, 100]).prop_map(shared),
         1 => latent_in_place(latent(&[[576, 512]], 400), &DeviceInfo::h200()).prop_map(shared),
     ].boxed()
 }

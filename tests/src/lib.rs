@@ -6,6 +6,7 @@ mod call;
 mod case;
 mod compare;
 mod entries;
+mod external;
 mod hostile;
 mod latent;
 mod lengths;
@@ -24,6 +25,7 @@ pub use case::{
 };
 pub use compare::{Errors, Tolerance, compare};
 pub use entries::{every_entry, float8_kernels, is_of_attention};
+pub use external::{ExternalCase, external};
 pub use hostile::hostile;
 pub use latent::{
     LatentCase, LatentOperator, LatentRows, latent, latent_in_place, latent_operators,

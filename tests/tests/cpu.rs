@@ -4,8 +4,8 @@ use gqa_host::backend::cpu::{Cpu, Executor, Instructions};
 use gqa_host::backend::{Backend, Io};
 use gqa_host::{Problem, Result};
 use gqa_tests::{
-    any_dtype, case, heads_in, heads_up_to, identical, parity, quantized, quantized_output,
-    sliding, steps, with_row_scales,
+    any_dtype, case, external, heads_in, heads_up_to, identical, parity, quantized,
+    quantized_output, sliding, steps, with_row_scales,
 };
 use proptest::prelude::*;
 use std::thread;
@@ -43,6 +43,13 @@ fn cpu_is_reference_with_quantized_output() {
 fn cpu_is_reference_for_large_heads() {
     let heads = heads_in(264..=512);
     parity("cpu, large heads", 300, case(any_dtype(), heads, 24), &Cpu::default());
+}
+
+#[test]
+fn cpu_is_reference_for_values_unlike_keys() {
+    let sizes = [[192, 128], [128, 192], [64, 40], [33, 7], [512, 8]];
+    let cases = external(any_dtype(), &sizes, [60, 100]);
+    parity("cpu, values unlike keys", 400, cases, &Cpu::default());
 }
 
 /// The CPU back end with an executor that runs a call's parts from the last to the first, each

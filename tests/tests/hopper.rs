@@ -5,8 +5,8 @@ use gqa_host::DType;
 use gqa_host::backend::sim::Sim;
 use gqa_host::plan::PlanOptions;
 use gqa_tests::{
-    Case, biased_prompts, paged_prompts, parity, prompts, prompts_of_wide_scores,
-    prompts_over_float8, quantized_prompts, rotated_prompts,
+    Case, biased_prompts, external, half_dtype, paged_prompts, parity, prompts,
+    prompts_of_wide_scores, prompts_over_float8, quantized_prompts, rotated_prompts,
 };
 use proptest::strategy::Strategy;
 
@@ -24,6 +24,17 @@ fn hopper_rotates_queries() {
 #[test]
 fn hopper_is_reference_for_large_heads() {
     parity("sim, hopper, large heads", 40, prompts(256, 150), &Sim::default());
+}
+
+/// Prefill of latent attention has values narrower than keys: a tile for 192 and 128, and tiles of
+/// equal sizes for others.
+#[test]
+fn values_unlike_keys() {
+    let cases = |sizes, most| external(half_dtype(), sizes, most);
+    let own = cases(&[[192, 128], [192, 128], [184, 120], [168, 40]], [300, 300]);
+    parity("sim, hopper, values of 128", 120, own, &Sim::default());
+    let others = cases(&[[64, 32], [48, 120], [128, 64], [224, 168], [256, 40]], [150, 150]);
+    parity("sim, hopper, values unlike keys", 80, others, &Sim::default());
 }
 
 #[test]

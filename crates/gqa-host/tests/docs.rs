@@ -214,7 +214,11 @@ fn kernels(text: &mut String, family: Family) -> std::fmt::Result {
         } else {
             "-".to_owned()
         };
-        let size = if entry.head_size > 0 { entry.head_size.to_string() } else { "any".to_owned() };
+        let size = match (entry.head_size, entry.value_size) {
+            (0, _) => "any".to_owned(),
+            (keys, values) if keys == values => keys.to_string(),
+            (keys, values) => format!("{keys}, values {values}"),
+        };
         let shape = format!(
             "{size} | {tile} | {} | {} | {}.{}{}",
             entry.threads,

@@ -188,13 +188,19 @@ layer!(
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 pub struct HopperParams {
-    /// Attention.
+    /// Attention; head_size is that of query and key.
     pub attention: AttentionParams,
     /// Rotary embedding of queries; `dim` 0 where they are rotated already.
     pub rotary: RotaryParams,
+    /// Elements of one head of value and output.
+    pub v_head_size: u32,
+    /// Keeps the size a multiple of 8 without hidden padding.
+    pub reserved: u32,
 }
 
-layer!(HopperParams fixes; attention in AttentionParams; rotary in RotaryParams);
+layer!(
+    HopperParams fixes v_head_size, reserved; attention in AttentionParams; rotary in RotaryParams
+);
 
 /// Scalars of `hopper` where the cache consists of blocks, each a power of two of rows.
 #[repr(C)]
@@ -225,7 +231,7 @@ pub struct PagedHopperParams {
     pub tile_heads: u32,
     /// CTAs that have equal ranges of the work, where these are not whole work tiles.
     pub ctas: u32,
-    /// Columns of a row of their results: the kernel's head size.
+    /// Columns of a row of their results: the kernel's head size of values.
     pub columns: u32,
     /// Fewest key tiles of a piece of a work tile.
     pub shortest: u32,
@@ -782,7 +788,7 @@ layer!(LatentParams fixes log_block_size, counts_new, reserved; attention in Att
 const _: () = assert!(size_of::<AttentionParams>() == 5 * 24 + 16 * 4);
 const _: () = assert!(size_of::<LatentParams>() == size_of::<AttentionParams>() + 6 * 4);
 const _: () = assert!(size_of::<MaskedParams>() == size_of::<AttentionParams>() + 8 * 4);
-const _: () = assert!(size_of::<HopperParams>() == size_of::<AttentionParams>() + 4 * 4);
+const _: () = assert!(size_of::<HopperParams>() == size_of::<AttentionParams>() + 6 * 4);
 const _: () = assert!(size_of::<Float8Params>() == size_of::<AttentionParams>() + 2 * 4);
 const _: () =
     assert!(size_of::<Float8OperandsParams>() == size_of::<AttentionParams>() + 2 * 24 + 8 * 4);

@@ -15,8 +15,8 @@
 /// keys, threads, min_blocks, shared, hot, min_sm }`; where blocks form clusters or pass data to
 /// each other, `cluster` (the most blocks of a cluster), `pads` where smaller heads are padded, and
 /// `communicates` follow, `formats` where the KV cache is quantized, `output` ([`Output`]) where
-/// that is of another type than `T`, and `exact_sums` where a family has a kernel for log-sum-exp
-/// apart.
+/// that is of another type than `T`, `exact_sums` where a family has a kernel for log-sum-exp
+/// apart, and `value_size` where values have another head size than keys.
 /// Tensor maps come first, numbered from 0, `[q 0, k 1]`, then pointer arguments, the by-value
 /// parameter struct last. `seqlens_k: i32` stands for all tensors that say how long sequences are
 /// (`entries!`). What all rows have in common may come before them: `each { head_size, …
@@ -105,7 +105,7 @@ macro_rules! host_entry {
             { $($arg:ident: $aty:ty,)* } { $($taken:expr,)* } $p:ident: $pty:ty
         ),
      { head_size: $head:expr, rows: $rows:expr, keys: $keys:expr, threads: $threads:expr, min_blocks: $min_blocks:expr, shared: $shared:expr, hot: $hot:expr, min_sm: $sm:expr
-       $(, cluster: $cluster:expr)? $(, pads: $pads:expr)? $(, communicates: $communicates:expr)? $(, formats: $formats:expr)? $(, output: $output:ident)? $(, exact_sums: $exact_sums:literal)? }) => {
+       $(, cluster: $cluster:expr)? $(, pads: $pads:expr)? $(, communicates: $communicates:expr)? $(, formats: $formats:expr)? $(, output: $output:ident)? $(, exact_sums: $exact_sums:literal)? $(, value_size: $value_size:expr)? }) => {
         crate::registry::Entry {
             name: stringify!($name),
             family: crate::registry::Family::$family,
@@ -116,6 +116,7 @@ macro_rules! host_entry {
             output: optional!(crate::registry::Output::Element $(, crate::registry::Output::$output)?),
             exact_sums: optional!(false $(, $exact_sums)?),
             head_size: $head,
+            value_size: optional!($head $(, $value_size)?),
             pads: optional!(false $(, $pads)?),
             rows: $rows,
             keys: $keys,
@@ -183,7 +184,7 @@ macro_rules! kernels_by_head_size {
         });
     };
     (@rows $table:ident, $family:ident: $role:ident, $feature:literal, $args:tt, $communicates:literal, {
-        $(@($when:meta) $($f16:ident, $bf16:ident => $shape:ty, $min_blocks:literal $(, exact_sums: $exact:literal)?;)*)*
+        $(@($when:meta) $($f16:ident, $bf16:ident => $shape:ty, $min_blocks:literal $(, exact_sums: $exact:literal)? $(, value_size: $values:expr)?;)*)*
     }) => {
         kernels!($table, $family: $role, $feature, $args, { $($(
             #[cfg($when)]
@@ -191,13 +192,13 @@ macro_rules! kernels_by_head_size {
                 head_size: <$shape>::HEAD_SIZE, rows: <$shape>::ROWS, keys: <$shape>::KEYS, threads: <$shape>::THREADS,
                 min_blocks: $min_blocks, shared: <$shape>::SHARED_BYTES, hot: true,
                 min_sm: oldest_sm!($shape, f16),
-                communicates: $communicates $(, exact_sums: $exact)? };
+                communicates: $communicates $(, exact_sums: $exact)? $(, value_size: $values)? };
             #[cfg($when)]
             $bf16 => <$shape>::run, T = bf16, {
                 head_size: <$shape>::HEAD_SIZE, rows: <$shape>::ROWS, keys: <$shape>::KEYS, threads: <$shape>::THREADS,
                 min_blocks: $min_blocks, shared: <$shape>::SHARED_BYTES, hot: true,
                 min_sm: oldest_sm!($shape, bf16),
-                communicates: $communicates $(, exact_sums: $exact)? };
+                communicates: $communicates $(, exact_sums: $exact)? $(, value_size: $values)? };
         )*)* });
     };
 }

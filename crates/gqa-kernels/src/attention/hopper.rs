@@ -84,8 +84,9 @@ pub use schedule::{
     most_row_tiles, schedule,
 };
 pub use shape::{
-    D64, D64Exact, D64Short, D80, D80Short, D96, D96Short, D128, D128Long, D160, D192, D224, D256,
-    Float8D128, Float8D256, Hopper, MaskedD64, MaskedD128, MaskedD256, QuantizedD64, QuantizedD128,
+    D64, D64Exact, D64Short, D80, D80Short, D96, D96Short, D128, D128Long, D160, D192, D192V128,
+    D224, D256, Float8D128, Float8D256, Hopper, MaskedD64, MaskedD128, MaskedD256, QuantizedD64,
+    QuantizedD128,
 };
 
 use super::out::Quantized;
@@ -127,8 +128,10 @@ impl<
 {
     /// Lowest compute capability, times ten.
     pub const MIN_SM: u32 = 90;
-    /// Largest head size.
+    /// Largest head size of keys.
     pub const HEAD_SIZE: u32 = D;
+    /// Largest head size of values.
+    pub const VALUE_SIZE: u32 = <Self as Tile>::DV;
     /// Query rows of a work tile.
     pub const ROWS: u32 = <Self as Tile>::ROWS;
     /// Keys of a tile.
@@ -156,8 +159,10 @@ impl<
             assert!(
                 C == N as usize / 2
                     && (W == N as usize / 4 || W == N as usize / 8)
-                    && (O == D as usize / 2
-                        || O == D as usize / 2 + 4 && (D <= 64 || <Self as Tile>::IS_TRANSPOSED))
+                    && O.is_multiple_of(4)
+                    && <Self as Tile>::DV <= D
+                    && (<Self as Tile>::DV == D || !CODES && !<Self as Tile>::IS_TRANSPOSED)
+                    && (!<Self as Tile>::SUM_COLUMNS || D <= 64 || <Self as Tile>::IS_TRANSPOSED)
             )
         };
         let base = shared_base();
@@ -255,9 +260,9 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
         counter: Global<u32>,
         p: HopperParams,
     ) {
-        let HopperParams { attention, rotary } = p;
+        let HopperParams { attention, rotary, v_head_size, .. } = p;
         let rotation = Some(Rotation { cos, sin, params: rotary });
-        let to = Destination { out, quantized: None, partial_out: lse, lse };
+        let to = Destination::new(out, lse, v_head_size);
         let pointers = Pointers { mask: None, rotation, pages: None, scales: None, head_sink, to };
         Self::attend::<T, T, ()>([q, k, v], seqlens, pointers, counter, &attention, (), |_| ());
     }
@@ -278,10 +283,10 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
         counter: Global<u32>,
         p: HopperParams,
     ) {
-        let HopperParams { attention, rotary } = p;
+        let HopperParams { attention, rotary, v_head_size, .. } = p;
         let rotation = Some(Rotation { cos, sin, params: rotary });
         let quantized = Some(Quantized { out, scale: out_scale });
-        let to = Destination { out: Global::null(), quantized, partial_out: lse, lse };
+        let to = Destination { quantized, ..Destination::new(Global::null(), lse, v_head_size) };
         let pointers = Pointers { mask: None, rotation, pages: None, scales: None, head_sink, to };
         Self::attend::<T, T, ()>([q, k, v], seqlens, pointers, counter, &attention, (), |_| ());
     }
@@ -349,8 +354,7 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
     ) {
         const { assert!(N.is_power_of_two() && N <= 64 * LEAST_BOX) }
         let rotation = Some(Rotation { cos, sin, params: p.hopper.rotary });
-        let to =
-            Destination { out, quantized: None, partial_out: Global::null(), lse: Global::null() };
+        let to = Destination::new(out, Global::null(), p.hopper.v_head_size);
         let lengths = Seqlens::of_pages(pages.sequences.past_seqlens);
         let pages = Some(pages);
         let pointers = Pointers { mask: None, rotation, pages, scales: None, head_sink, to };
@@ -380,8 +384,7 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
         const { assert!(<Self as Tile>::IS_TRANSPOSED) }
         let per = ScalesPer::new(p.scales);
         let scales = Some(Float8Scales { row_factors, v_scale, per });
-        let to =
-            Destination { out, quantized: None, partial_out: Global::null(), lse: Global::null() };
+        let to = Destination::new(out, Global::null(), p.attention.head_size);
         let pointers = Pointers { mask: None, rotation: None, pages: None, scales, head_sink, to };
         Self::attend::<T, Float8, ()>(
             [q, k, v],
@@ -416,9 +419,9 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
         counter: Global<u32>,
         p: QuantizedHopperParams,
     ) {
-        let HopperParams { attention, rotary } = p.hopper;
+        let HopperParams { attention, rotary, v_head_size, .. } = p.hopper;
         let rotation = Some(Rotation { cos, sin, params: rotary });
-        let to = Destination { out, quantized: None, partial_out: lse, lse };
+        let to = Destination::new(out, lse, v_head_size);
         let per = ScalesPer::new(p.scales);
         let scales = Scales::new(k_scale, v_scale, per);
         let pointers = Pointers { mask: None, rotation, pages: None, scales: None, head_sink, to };
@@ -453,8 +456,7 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
     ) {
         const { assert!(N.is_power_of_two() && N <= 64 * LEAST_BOX) }
         let rotation = Some(Rotation { cos, sin, params: p.paged.hopper.rotary });
-        let to =
-            Destination { out, quantized: None, partial_out: Global::null(), lse: Global::null() };
+        let to = Destination::new(out, Global::null(), p.paged.hopper.v_head_size);
         let pages = Some(Pages::new(starts, past_seqlens, block_table, &p.paged));
         let per = ScalesPer::new(p.scales);
         let scales = Scales::new(k_scale, v_scale, per);
@@ -505,7 +507,7 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
         counter: Global<u32>,
         p: AttentionParams,
     ) {
-        let to = Destination { out, quantized: None, partial_out: lse, lse };
+        let to = Destination::new(out, lse, p.head_size);
         let pointers =
             Pointers { mask: None, rotation: None, pages: None, scales: None, head_sink, to };
         Self::attend::<T, T, ()>([q, k, v], seqlens, pointers, counter, &p, (), |_| ());
@@ -529,7 +531,7 @@ impl<const D: u32, const N: u32, const G: u32, const C: usize, const W: usize, c
         counter: Global<u32>,
         p: AttentionParams,
     ) {
-        let to = Destination { out, quantized: None, partial_out, lse: partial_lse };
+        let to = Destination { partial_out, ..Destination::new(out, partial_lse, p.head_size) };
         let pointers =
             Pointers { mask: None, rotation: None, pages: None, scales: None, head_sink, to };
         Self::attend::<T, T, ()>([q, k, v], seqlens, pointers, counter, &p, (), |_| ());
@@ -555,7 +557,7 @@ impl<const D: u32, const N: u32, const G: u32, const C: usize, const W: usize, c
         p: MaskedParams,
     ) {
         let mask = Some(Mask::new(tiles, bias, &p));
-        let to = Destination { out, quantized: None, partial_out: lse, lse };
+        let to = Destination::new(out, lse, p.v_head_size);
         let pointers = Pointers { mask, rotation: None, pages: None, scales: None, head_sink, to };
         Self::attend::<T, T, ()>([q, k, v], seqlens, pointers, counter, &p.attention, (), |_| ());
     }

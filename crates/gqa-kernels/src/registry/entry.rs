@@ -258,7 +258,7 @@ pub enum Output {
 /// a quantized cache holds (`_q8` for int8 or float8, `_i4`, `_f8`) where the kernel does not take
 /// every format, `_out32` for output in float32, `_out8` in
 /// float8e4m3fn, the element type, and where one head size or more has several shapes `_d` head
-/// size, `_r` query rows, `_mma` where others of as many take `wgmma`, `_k` keys of a tile, `_w`
+/// size, `_v` head size of narrower values, `_r` query rows, `_mma` where others of as many take `wgmma`, `_k` keys of a tile, `_w`
 /// warps, `_lse` for exact sums.
 pub struct Entry {
     /// Literal name of the PTX symbol.
@@ -278,8 +278,10 @@ pub struct Entry {
     pub formats: &'static [Format],
     /// Its sums are as exact as a log-sum-exp needs, where the family has kernels for that apart.
     pub exact_sums: bool,
-    /// Largest head size; 0: any.
+    /// Largest head size of keys; 0: any.
     pub head_size: u32,
+    /// Largest head size of values; 0: any.
+    pub value_size: u32,
     /// Whether a decode kernel takes smaller heads too, which it pads in shared memory.
     pub pads: bool,
     /// Query rows of a block's tile; 0: not tiled.

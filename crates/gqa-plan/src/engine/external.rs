@@ -17,6 +17,7 @@ pub struct External {
     rows: usize,
     keys: usize,
     shortest: usize,
+    value_size: Option<usize>,
     right_window: Option<usize>,
     bias: Option<ExternalBias>,
     bias_columns: Option<usize>,
@@ -39,6 +40,7 @@ impl External {
             rows,
             keys,
             shortest: keys,
+            value_size: None,
             right_window: None,
             bias: None,
             bias_columns: None,
@@ -50,6 +52,12 @@ impl External {
     /// Sequences may have as few keys as this; `seqlens_k` has the actual numbers.
     pub const fn shortest(self, keys: usize) -> Self {
         Self { shortest: keys, ..self }
+    }
+
+    /// Heads of `value` and `output` have this many elements, rather than as many as the layer's
+    /// queries and keys: 128 beside 192 in prefill of multi-head latent attention.
+    pub const fn value_size(self, size: usize) -> Self {
+        Self { value_size: Some(size), ..self }
     }
 
     /// In a bidirectional layer, a query attends to at most this many keys after its own position.
@@ -110,7 +118,15 @@ impl Layer {
         let (phase, alignment) = call.alignment();
         let fields = self.fields("Attention", 1)?;
         self.check_external()?;
+        let v_head_size = match call.value_size {
+            Some(0) => return Err(Error::invalid("value_size", 0, "1 or more")),
+            Some(_) if self.latent.is_some() => {
+                return Err(Error::invalid("value_size", "one", "none, in a latent layer"));
+            }
+            size => size.unwrap_or(fields.v_head_size),
+        };
         Problem::new(ProblemFields {
+            v_head_size,
             batch,
             q_len: rows,
             new_len: keys,

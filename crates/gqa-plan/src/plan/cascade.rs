@@ -48,6 +48,7 @@ pub(super) fn consider(family: &'static dyn Family, call: &Call<'_>) -> Result<C
     quantizes(family, call.problem)?;
     takes_tree_mask(family, call.problem)?;
     takes_latent(family, call.problem)?;
+    takes_values(family, call.problem)?;
     Ok(Choice { family, kernel: family.choose(call)? })
 }
 
@@ -76,6 +77,14 @@ fn takes_latent(family: &dyn Family, p: &Problem) -> Result<(), Rejection> {
         false if p.latent => Err(Rejection::Latent),
         false if offset != 0 => Err(Rejection::Argument { name: "rotary_offset" }),
         _ => Ok(()),
+    }
+}
+
+/// Few families take values of another head size than keys.
+fn takes_values(family: &dyn Family, p: &Problem) -> Result<(), Rejection> {
+    match p.v_head_size == p.head_size || family.takes_any_values() {
+        true => Ok(()),
+        false => Err(Rejection::Values { dtype: p.v_dtype, size: p.v_head_size }),
     }
 }
 

@@ -26,6 +26,11 @@ pub(super) trait Family: Sync {
         false
     }
 
+    /// Whether it takes values of another head size than keys.
+    fn takes_any_values(&self) -> bool {
+        false
+    }
+
     /// Whether its launches take tiles, of one query head each, from a queue that two launches can
     /// share.
     fn draws_tiles(&self) -> bool {

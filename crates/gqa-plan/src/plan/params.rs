@@ -139,7 +139,7 @@ pub(super) fn masked_params(p: &Problem, q: Strides, splits: u32) -> Result<Mask
     let whole = |size: usize, flag| if size * p.dtype.size() % 16 == 0 { flag } else { 0 };
     Ok(MaskedParams {
         attention: params(p, q, splits)?,
-        v_head_size: u32_of("value head size", p.v_head_size)?,
+        v_head_size: value_size(p)?,
         alignment,
         position: u32_of("past rows", position)?,
         left: bound(p.window.map(|window| window.saturating_sub(1))),
@@ -175,6 +175,17 @@ pub(super) fn position_stride(p: &Problem) -> Result<u32> {
 /// [`params`], with the order of work tiles among CTAs that keeps shared K and V in L2.
 pub(super) fn l2_swizzled_params(job: &Job<'_>, splits: u32) -> Result<AttentionParams> {
     let params = params(job.problem, job.rows.query.strides, splits)?;
-    let l2_section = hopper::l2_section(&params, job.device.l2_bytes);
+    let l2_section = l2_section(job, &params)?;
     Ok(AttentionParams { l2_section, ..params })
+}
+
+/// [`hopper::l2_section`] by the mean head size of keys and values.
+pub(super) fn l2_section(job: &Job<'_>, params: &AttentionParams) -> Result<u32> {
+    let head_size = params.head_size.midpoint(value_size(job.problem)?);
+    Ok(hopper::l2_section(&AttentionParams { head_size, ..*params }, job.device.l2_bytes))
+}
+
+/// The head size of values.
+pub(super) fn value_size(p: &Problem) -> Result<u32> {
+    u32_of("value head size", p.v_head_size)
 }

@@ -40,11 +40,8 @@ fn any_flash(p: &Problem) -> Result<(), Rejection> {
     if p.output_qk != QkOutput::None {
         return Err(Rejection::Argument { name: "output_qk" });
     }
-    if p.v_head_size != p.head_size {
-        return Err(Rejection::Values { dtype: p.v_dtype, size: p.v_head_size });
-    }
-    if p.head_size % 8 != 0 {
-        return Err(Rejection::Vectors { got: p.head_size });
+    if let Some(got) = [p.head_size, p.v_head_size].into_iter().find(|size| size % 8 != 0) {
+        return Err(Rejection::Vectors { got });
     }
     if p.right_window.is_some() || p.window.is_some() && !p.causal {
         return Err(Rejection::Window);

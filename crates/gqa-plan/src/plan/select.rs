@@ -15,7 +15,12 @@ pub(super) type Order = [usize; 4];
 /// The family's kernel with the smallest tile that holds the call's heads, of those that the device
 /// runs.
 pub(super) fn smallest(family: &dyn Family, call: &Call<'_>) -> Result<&'static Entry, Rejection> {
-    among(family, call, |_| true, |entry| [entry.head_size as usize, 0, 0, 0])
+    among(family, call, |_| true, |entry| [columns(entry), 0, 0, 0])
+}
+
+/// Columns of a key and a value in the kernel's tile: products take time for each.
+pub(super) fn columns(entry: &Entry) -> usize {
+    (entry.head_size + entry.value_size) as usize
 }
 
 /// Of the family's kernels that are `eligible` and hold the call's heads one that the device runs,
@@ -41,8 +46,10 @@ pub(super) fn among(
     let typed = || entries().filter(fits).filter(|entry| element(p.dtype) == Some(entry.dtype));
     let largest = typed().map(|entry| entry.head_size).max();
     let max = largest.ok_or(Rejection::ElementType { got: p.dtype })?;
-    let size = p.head_size.max(p.v_head_size);
-    let holds = |entry: &&Entry| entry.head_size == 0 || entry.head_size as usize >= size;
+    let holds = |entry: &&Entry| {
+        let [keys, values] = [entry.head_size, entry.value_size].map(|size| size as usize);
+        keys == 0 || keys >= p.head_size && values >= p.v_head_size
+    };
     let runs = |entry: &Entry| runs_on(entry, call.device);
     let order = |entry: &&Entry| (runs(entry).is_err(), order(entry), entry.formats.is_empty());
     let first = typed().filter(holds).min_by_key(order);

@@ -411,6 +411,54 @@ fn long_prompts_take_tiles_of_more_rows() {
     }
 }
 
+/// Queries, keys and values of one call, without a cache; values of another head size than keys.
+fn of_sizes(head_size: usize, v_head_size: usize, s: usize) -> Problem {
+    let change = |p: ProblemFields| ProblemFields {
+        head_size,
+        v_head_size,
+        cache: CacheBinding::External,
+        rotary: None,
+        past_capacity: 0,
+        capacity: s,
+        ..p
+    };
+    llama(s, 0).derive(change).unwrap()
+}
+
+#[test]
+fn values_unlike_keys_take_the_tile_with_the_fewest_columns() {
+    let name = |p: &Problem| kernels(p, &PlanOptions::default()).join(" ");
+    for ([keys, values], want) in [
+        ([192, 128], "hopper_f16_d192_v128"),
+        ([184, 120], "hopper_f16_d192_v128"),
+        ([192, 136], "hopper_f16_d192"),
+        ([192, 192], "hopper_f16_d192"),
+        ([136, 128], "hopper_f16_d160"),
+        ([128, 128], "hopper_f16_d128"),
+        ([128, 64], "hopper_f16_d128"),
+        ([64, 128], "hopper_f16_d128"),
+        ([320, 128], "general"),
+        ([192, 100], "general"),
+    ] {
+        let long = of_sizes(keys, values, 2048);
+        assert_eq!(name(&long), want, "{keys}, {values}");
+    }
+    let call = of_sizes(192, 128, 2048);
+    let change = |change: fn(ProblemFields) -> ProblemFields| name(&call.derive(change).unwrap());
+    assert_eq!(change(|p| ProblemFields { lse: true, ..p }), "hopper_f16_d192_v128");
+    let biased = change(|p| ProblemFields { bias: bias(true, true, 2048), ..p });
+    assert_eq!(biased, "hopper_masked_f16_d256");
+    // No family with tiles of few rows takes them, nor one that splits keys.
+    assert_eq!(name(&of_sizes(192, 128, 1)), "hopper_f16_d192_v128");
+    assert_eq!(name(&of_sizes(64, 32, 4096)), "hopper_f16_d64_r128");
+    let options = PlanOptions { splits: Some(2), ..PlanOptions::default() };
+    assert_eq!(kernels(&call, &options), ["hopper_f16_d192_v128"]);
+    let options = PlanOptions { force: Some("gqa_hopper_f16_d96"), ..PlanOptions::default() };
+    let error = plan(&of_sizes(96, 64, 2048), &device("h200"), &options).unwrap_err();
+    let why = "hopper does not take values of type float16 and size 64 with these keys";
+    assert!(error.to_string().ends_with(why), "{error}");
+}
+
 /// Tiles of fewer rows have registers left to rotate queries, which saves a launch.
 #[test]
 fn many_keys_that_all_rows_see_take_larger_tiles() {
@@ -2217,9 +2265,13 @@ fn step_reach(name: &str, p: &DecodeParams, launch: &Launch, element: usize) -> 
 }
 
 fn rotating_reach(name: &str, p: &HopperParams, element: usize) -> usize {
+    let a = &p.attention;
+    let output = reach(a.out, [a.batch, a.q_heads, a.q_len], p.v_head_size);
     match name {
+        "out" => output * element,
+        "out_f8" => output,
         "cos" | "sin" => p.rotary.max_positions as usize * (p.rotary.dim / 2) as usize * element,
-        _ => attention_reach(name, &p.attention, element),
+        _ => attention_reach(name, a, element),
     }
 }
 
@@ -2266,7 +2318,7 @@ fn hopper_paged_reach(name: &str, launch: &Launch, element: usize) -> usize {
         "range_starts" => start_words * 4,
         "part_columns" => columns * 4,
         "part_states" => states * 8,
-        "out" => reach(a.out, [1, a.q_heads, p.tokens], a.head_size) * element,
+        "out" => reach(a.out, [1, a.q_heads, p.tokens], p.hopper.v_head_size) * element,
         "starts" => (a.batch + 1) as usize * 4,
         "past_seqlens" => a.batch as usize * 4,
         "block_table" => (a.batch * p.per_sequence) as usize * 4,

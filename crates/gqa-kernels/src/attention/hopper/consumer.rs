@@ -466,7 +466,7 @@ impl<
         let mut vector = valid * 8 + thread;
         while vector < S::N * 8 {
             let mut chunk = 0;
-            while chunk < S::CHUNKS {
+            while chunk < S::VALUE_CHUNKS {
                 let at = S::KV + values.stage * S::STAGE_BYTES + chunk * S::N * 128 + vector * 16;
                 st_shared_vec(self.base + at, [0; 4]);
                 chunk += 1;
@@ -499,6 +499,7 @@ impl<
             start,
             rows: self.rows(seqlen),
             row: self.softmax.row,
+            columns: to.columns,
             packing: self.packing(),
         };
         if let Some(parts) = self.pointers.pages.and_then(|pages| pages.parts) {

@@ -24,6 +24,16 @@ pub(super) struct Destination<T> {
     pub(super) partial_out: Global<f32>,
     /// (split, batch, query head, S).
     pub(super) lse: Global<f32>,
+    /// Columns of a row: the head size of values.
+    pub(super) columns: u32,
+}
+
+impl<T> Destination<T> {
+    /// Output in the element type with `columns` columns, and log-sum-exps unless `lse` is null.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub(super) fn new(out: Global<T>, lse: Global<f32>, columns: u32) -> Self {
+        Self { out, quantized: None, partial_out: lse, lse, columns }
+    }
 }
 
 /// Index of query row `s` in (split, batch, query head, S).
@@ -43,6 +53,8 @@ pub(super) struct Output<'a> {
     /// The sequence's number of rows.
     pub(super) rows: u32,
     pub(super) row: u32,
+    /// Columns of a row: the head size of values.
+    pub(super) columns: u32,
     pub(super) packing: Packing,
 }
 
@@ -147,19 +159,19 @@ impl Output<'_> {
             let OutputRow { s, head, exists } = self.find(half as u32);
             let at = self.p.out.at(self.place.batch, head, self.start + s) + column as usize;
             let mut group = 0;
-            while group < S::D.div_ceil(32) as usize {
+            while group < S::DV.div_ceil(32) as usize {
                 let mut words = [0; 4];
                 let mut i = 0;
                 while i < 4 {
                     let pair = 16 * group + 4 * i + 2 * half;
-                    if pair < S::D as usize / 2 {
+                    if pair < S::DV as usize / 2 {
                         words[i] = pack(o[pair], o[pair + 1]);
                     }
                     i += 1;
                 }
                 let words = transpose(words, lane);
                 let ahead = group as u32 * 32;
-                if exists && column + ahead < self.p.head_size {
+                if exists && column + ahead < self.columns {
                     store(at + ahead as usize, words);
                 }
                 group += 1;
@@ -188,7 +200,7 @@ impl Output<'_> {
     /// Writes the rows of a split.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn store_part<const O: usize>(&self, o: &[f32; O], partial_out: Global<f32>) {
-        let columns = self.p.head_size;
+        let columns = self.columns;
         self.store_columns(o, columns, partial_out, |half| {
             let s = self.place.row + self.row + 8 * half;
             (s < self.rows).then(|| row_index(self.place, s, self.p) * columns as usize)

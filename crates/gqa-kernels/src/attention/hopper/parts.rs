@@ -42,7 +42,7 @@ pub(super) fn place(cta: u32, begun: bool) -> u32 {
 /// Scratch memory of the pieces.
 #[derive(Clone, Copy)]
 pub(super) struct Parts {
-    /// (piece, row of the tile, column of the kernel's head size)
+    /// (piece, row of the tile, column of the kernel's values)
     pub(super) columns: Global<f32>,
     /// (piece, row of the tile): maximum and sum.
     pub(super) states: Global<[f32; 2]>,
@@ -62,8 +62,8 @@ impl Parts {
         states: &[SoftmaxState; 2],
     ) {
         let first = place * S::ROWS + output.row;
-        output.store_columns(o, S::D, self.columns, |half| {
-            Some((first + 8 * half) as usize * S::D as usize)
+        output.store_columns(o, S::DV, self.columns, |half| {
+            Some((first + 8 * half) as usize * S::DV as usize)
         });
         let mut half = 0;
         while half < 2 {
@@ -164,7 +164,7 @@ impl Merged {
     ) {
         let Self { mut state, columns } = self;
         let mut factor = 1.0;
-        let (sink, head_size) = (p.hopper.attention.sink, p.hopper.attention.head_size);
+        let (sink, v_head_size) = (p.hopper.attention.sink, p.hopper.v_head_size);
         if sink != sink::NONE {
             let is_given = sink == sink::PER_HEAD;
             let logit = if is_given { head_sink.load(head as usize).to_f32() } else { 0.0 };
@@ -173,7 +173,7 @@ impl Merged {
         factor *= state.normaliser();
         for pass in 0..2 {
             let column = column(pass);
-            if column < head_size {
+            if column < v_head_size {
                 let [x, y, z, w] = columns[pass].map(|sum| sum * factor);
                 out.store_vec8(column as usize, [T::pack(x, y), T::pack(z, w)]);
             }

@@ -63,22 +63,16 @@ struct KeyValueRing {
 impl KeyValueRing {
     /// Waits until the stage is free, starts filling it and moves on.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn load<S: Tile>(
-        &mut self,
-        map: TensorMap,
-        tile: u32,
-        head: u32,
-        batch: u32,
-        transposed: bool,
-    ) {
+    fn load<S: Tile>(&mut self, map: TensorMap, tile: u32, head: u32, batch: u32, is_value: bool) {
         let barrier = self.base + self.ring.barrier();
         let Arrival { offset, chunks, full } = S::ARRIVAL;
         mbarrier_wait(barrier + S::KV_EMPTY, self.ring.parity ^ 1);
         let destination = self.base + S::KV + self.ring.stage * S::STAGE_BYTES + offset;
         let full = barrier + full;
-        if transposed {
+        if is_value && S::IS_TRANSPOSED {
             load_transposed::<S>(destination, map, tile, head, batch, full);
         } else {
+            let chunks = chunks[usize::from(is_value)];
             load_tile(S::N, S::N, chunks, destination, map, [tile * S::N, head, batch], full);
         }
         self.ring = self.ring.next(S::STAGES);
@@ -122,14 +116,14 @@ pub(super) fn load_keys_and_values<S: Tile>(
             }
             ring.load::<S>(k, tile, head, work.place.batch, false);
             if let Some([tile, head, batch]) = behind {
-                ring.load::<S>(v, tile, head, batch, S::IS_TRANSPOSED);
+                ring.load::<S>(v, tile, head, batch, true);
             }
             behind = Some([tile, head, work.place.batch]);
         }
     }
     Slot::announce::<S>(base, n, None);
     if let Some([tile, head, batch]) = behind {
-        ring.load::<S>(v, tile, head, batch, S::IS_TRANSPOSED);
+        ring.load::<S>(v, tile, head, batch, true);
     }
 }
 
@@ -213,7 +207,7 @@ fn clear<T: MmaElement, S: Tile>(place: Place, to: Destination<T>, p: &Attention
     let rows = (p.q_len - first).min(S::ROWS);
     // The merge skips the output of an empty split.
     if !S::SPLITS {
-        let vectors = p.head_size / T::PER_VEC;
+        let vectors = to.columns / T::PER_VEC;
         let mut i = lane();
         while i < rows * vectors {
             let row = quotient(i, vectors);

@@ -33,8 +33,10 @@ pub(super) fn swizzled(rows: u32, row: u32, unit: u32) -> u32 {
 
 /// Shape of a CTA's work, and its shared-memory layout.
 pub(super) trait Tile {
-    /// Head size of the tile, a multiple of 16.
+    /// Head size of queries and keys in the tile, a multiple of 16.
     const D: u32;
+    /// Head size of values in the tile, a multiple of 16.
+    const DV: u32;
     /// Most pairs of 16-byte vectors of a row that rotary embedding rotates together, rounded up to
     /// a power of two.
     const PAIRS: u32 = (Self::D / 16).next_power_of_two();
@@ -53,12 +55,17 @@ pub(super) trait Tile {
     const ROWS: u32 = Self::WARPGROUPS * WARPGROUP_ROWS;
     /// 128-byte chunks of a row of Q and K.
     const CHUNKS: u32 = (Self::D * Self::NUMBER_BYTES).div_ceil(128);
+    /// 128-byte chunks of a row of V, unless it is transposed.
+    const VALUE_CHUNKS: u32 = (Self::DV * Self::NUMBER_BYTES).div_ceil(128);
     /// Bytes of a warpgroup's Q tile.
     const Q_BYTES: u32 = WARPGROUP_ROWS * Self::CHUNKS * 128;
     const KV_BYTES: u32 = Self::N * Self::CHUNKS * 128;
     /// Bytes of a V tile.
-    const VALUE_BYTES: u32 =
-        if Self::IS_TRANSPOSED { TRANSPOSED_ROWS * TRANSPOSED_COLUMNS } else { Self::KV_BYTES };
+    const VALUE_BYTES: u32 = if Self::IS_TRANSPOSED {
+        TRANSPOSED_ROWS * TRANSPOSED_COLUMNS
+    } else {
+        Self::N * Self::VALUE_CHUNKS * 128
+    };
     /// Bytes of the larger of a K and a V tile.
     const TILE_BYTES: u32 =
         if Self::KV_BYTES > Self::VALUE_BYTES { Self::KV_BYTES } else { Self::VALUE_BYTES };
@@ -140,11 +147,11 @@ pub(super) trait Tile {
     const ARRIVAL: Arrival = if Self::CONVERTS {
         Arrival {
             offset: Self::KV_BYTES - Self::CODE_BYTES,
-            chunks: Self::CODE_CHUNKS,
+            chunks: [Self::CODE_CHUNKS; 2],
             full: Self::CODE_FULL,
         }
     } else {
-        Arrival { offset: 0, chunks: Self::CHUNKS, full: Self::KV_FULL }
+        Arrival { offset: 0, chunks: [Self::CHUNKS, Self::VALUE_CHUNKS], full: Self::KV_FULL }
     };
 }
 
@@ -153,15 +160,15 @@ pub(super) trait Tile {
 pub(super) struct Arrival {
     /// Byte offset from the start of the stage.
     pub(super) offset: u32,
-    /// Chunks of columns.
-    pub(super) chunks: u32,
+    /// Chunks of columns of K and of V.
+    pub(super) chunks: [u32; 2],
     /// Barrier of the first stage.
     pub(super) full: u32,
 }
 
 /// A tile shape: `D` columns, `N` keys, `G` consumer warpgroups; per thread `C` registers of
-/// scores, `W` of packed P (half as many for e4m3 operands) and `O` of output, four more of these
-/// if the tensor cores sum P; `M` stages of mask tiles, or 0 without a mask; whole KV ranges or
+/// scores, `W` of packed P (half as many for e4m3 operands) and `O` of output, one for every two
+/// columns of V and four more if the tensor cores sum P; `M` stages of mask tiles, or 0 without a mask; whole KV ranges or
 /// `SPLITS`; K and V as elements or, with `CODES`, as quantized values.
 pub struct Hopper<
     const D: u32,
@@ -198,6 +205,8 @@ pub type D128Long = Hopper<128, 176, 2, 88, 44, 64, 0, false, false>;
 pub type D160 = Hopper<160, 128, 2, 64, 32, 80, 0, false, false>;
 /// Head sizes up to 192.
 pub type D192<const SPLITS: bool> = Hopper<192, 128, 2, 64, 32, 96, 0, SPLITS, false>;
+/// Keys of up to 192 and values of up to 128, as latent attention has them in prefill.
+pub type D192V128 = Hopper<192, 128, 2, 64, 32, 64, 0, false, false>;
 /// Head sizes up to 224.
 pub type D224 = Hopper<224, 64, 2, 32, 16, 112, 0, false, false>;
 /// Head sizes up to 256.
@@ -231,11 +240,12 @@ impl<
 > Tile for Hopper<D, N, G, C, W, O, M, SPLITS, CODES>
 {
     const D: u32 = D;
+    const DV: u32 = O as u32 / 8 * 16;
     const N: u32 = N;
     const WARPGROUPS: u32 = G;
     const MASK_STAGES: u32 = M;
     const CONVERTS: bool = CODES;
     const SPLITS: bool = SPLITS;
     const NUMBER_BYTES: u32 = 8 * W as u32 / N;
-    const SUM_COLUMNS: bool = O as u32 > D / 2;
+    const SUM_COLUMNS: bool = O as u32 * 2 > Self::DV;
 }

@@ -8,14 +8,14 @@ use crate::plan::device::{Capability, DeviceInfo};
 use crate::plan::family::{Call, Family, FusedPrologue, Job, Kernel};
 use crate::plan::launch::{Arg, Launch, TensorMap};
 use crate::plan::options::PlanOption;
-use crate::plan::params::{l2_swizzled_params, output, params, rotary_params};
+use crate::plan::params::{l2_swizzled_params, output, params, rotary_params, value_size};
 use crate::plan::rows::Rows;
 use crate::plan::seen::Seen;
 use crate::plan::{merge, requirements, select};
 use crate::{Problem, Result, Rotary};
 use bytemuck::Zeroable;
 use gqa_kernels::attention::hopper;
-use gqa_kernels::params::{AttentionParams, HopperParams, Strides};
+use gqa_kernels::params::{AttentionParams, HopperParams, RotaryParams, Strides};
 use gqa_kernels::registry::{self, Entry, Output, Role, entries};
 
 pub(super) struct Hopper;
@@ -23,6 +23,10 @@ pub(super) struct Hopper;
 impl Family for Hopper {
     fn module(&self) -> registry::Family {
         registry::Family::Hopper
+    }
+
+    fn takes_any_values(&self) -> bool {
+        true
     }
 
     fn options(&self) -> &'static [PlanOption] {
@@ -38,6 +42,9 @@ impl Family for Hopper {
         let written = if p.quantizes_output() { Output::E4M3 } else { Output::Element };
         let is_written = |entry: &Entry| entry.output == written;
         let entry = select::among(self, call, is_written, |entry| order(entry, p))?;
+        if !is_told_values(entry) && p.v_head_size != p.head_size {
+            return Err(Rejection::Values { dtype: p.v_dtype, size: p.v_head_size });
+        }
         suits(call, entry)?;
         match split(call, entry) {
             Some(split) if written == Output::Element => Ok(split),
@@ -60,7 +67,7 @@ impl Family for Hopper {
         }
         let params = l2_swizzled_params(&job, splits)?;
         let counter = job.scratch.count(1);
-        let keys = key_maps(job.problem, &params, &job.rows, entry);
+        let keys = key_maps(job.problem, &params, &job.rows, entry)?;
         let arguments = arguments(job.problem, &params, &job.rows, counter, keys);
         let grid = hopper::grid(&params, entry.rows, job.device.multiprocessors);
         merge::launches(job, entry, grid, arguments, &params, true)
@@ -91,6 +98,11 @@ fn rotates(entry: &Entry) -> bool {
     entry.takes("cos")
 }
 
+/// Whether a kernel is told the head size of values: [`HopperParams`] has it.
+fn is_told_values(entry: &Entry) -> bool {
+    entry.role == Role::Attention && rotates(entry)
+}
+
 /// Whether it is a rotation that these kernels know: by positions that are not given, and tables
 /// whose elements they can count in 32 bits.
 pub(super) fn knows(rotary: Rotary) -> bool {
@@ -108,11 +120,12 @@ fn order(entry: &Entry, p: &Problem) -> select::Order {
     const ROTATION: usize = 60;
     // At head size 64 rounded weights are summed, which is too coarse for a log-sum-exp; a slower
     // kernel sums exact ones.
-    let other = entry.exact_sums != p.lse;
+    let like = p.v_head_size == p.head_size || is_told_values(entry);
+    let other = !like || entry.exact_sums != p.lse;
     let wrong_length = (entry.keys > SHORT_TILE) != sees_many_keys(p);
     let launch_rotates = p.rotary.is_some_and(knows) && !rotates(entry);
     let rotation = if launch_rotates { p.q_len * ROTATION } else { 0 };
-    [other.into(), entry.head_size as usize, wrong_length.into(), work(entry, p) + rotation]
+    [other.into(), select::columns(entry), wrong_length.into(), work(entry, p) + rotation]
 }
 
 /// The scores that an entry computes for one sequence, in whole tiles. A tile costs as much as one
@@ -129,7 +142,9 @@ pub(super) fn suits(call: &Call<'_>, entry: &Entry) -> Result<(), Rejection> {
     let (p, device) = (call.problem, call.device);
     can_do(p, device)?;
     let forced = call.options.force.is_some();
-    if p.q_len < LEAST_ROWS && !forced && !mostly_empty_tiles_pay(p, entry, device) {
+    // Of values unlike keys `tiled` has no kernel.
+    let is_sole = forced || p.v_head_size != p.head_size;
+    if p.q_len < LEAST_ROWS && !is_sole && !mostly_empty_tiles_pay(p, entry, device) {
         return Err(Rejection::FewRows { got: p.q_len, min: LEAST_ROWS });
     }
     Ok(())
@@ -180,6 +195,9 @@ fn split(call: &Call<'_>, entry: &'static Entry) -> Option<Kernel> {
     };
     let smallest = entries().filter(fits).min_by_key(|split| split.head_size);
     let entry = smallest.filter(|split| force.is_none_or(|forced| forced == split.name))?;
+    if p.v_head_size != p.head_size {
+        return None;
+    }
     let params = params(p, Strides::zeroed(), 1).ok()?;
     let sms = call.device.multiprocessors;
     let best = hopper::splits(&params, entry.rows, entry.keys, p.most_keys(), sms);
@@ -195,14 +213,23 @@ fn whole_launch(job: Job<'_>, entry: &'static Entry, turns: bool) -> Result<Laun
     let attention = l2_swizzled_params(&job, 1)?;
     let grid = hopper::grid(&attention, entry.rows, sms);
     let counter = job.scratch.count(1);
-    let keys = key_maps(p, &attention, &job.rows, entry);
+    let keys = key_maps(p, &attention, &job.rows, entry)?;
     let mut arguments = arguments(p, &attention, &job.rows, counter, keys);
     if !rotates(entry) {
         return launch(entry, grid, &arguments, &attention);
     }
     arguments.extend(tables(p, turns));
     let rotary = rotary_params(p.rotary.filter(|_| turns), 0)?;
-    launch(entry, grid, &arguments, &HopperParams { attention, rotary })
+    launch(entry, grid, &arguments, &hopper_params(p, attention, rotary)?)
+}
+
+/// Scalars of a kernel that rotates queries.
+pub(super) fn hopper_params(
+    p: &Problem,
+    attention: AttentionParams,
+    rotary: RotaryParams,
+) -> Result<HopperParams> {
+    Ok(HopperParams { attention, rotary, v_head_size: value_size(p)?, reserved: 0 })
 }
 
 /// What a kernel that rotates queries looks cosines and sines up in, if it does.
@@ -217,13 +244,13 @@ pub(super) fn key_maps(
     params: &AttentionParams,
     rows: &Rows,
     entry: &Entry,
-) -> [Arg; 2] {
+) -> Result<[Arg; 2]> {
     let AttentionParams { head_size, capacity, kv_heads, batch, .. } = *params;
-    let map = |arg, strides| {
-        tensor_map(p, arg, strides, [head_size, capacity, kv_heads, batch], entry.keys)
+    let map = |arg, strides, size| {
+        tensor_map(p, arg, strides, [size, capacity, kv_heads, batch], entry.keys)
     };
     let [k, v] = rows.attended;
-    [map(k, params.k), map(v, params.v)]
+    Ok([map(k, params.k, head_size), map(v, params.v, value_size(p)?)])
 }
 
 /// Everything `hopper` asks for, with tensor maps of K and V: those of what it reads by tiles.

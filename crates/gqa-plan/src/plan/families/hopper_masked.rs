@@ -7,7 +7,7 @@ use crate::plan::decision::Rejection;
 use crate::plan::family::{Call, Family, Job, Kernel};
 use crate::plan::launch::{Arg, Launch};
 use crate::plan::options::PlanOption;
-use crate::plan::params::{bias_or_mask, masked_params};
+use crate::plan::params::{bias_or_mask, l2_section, masked_params};
 use crate::plan::{requirements, select};
 use crate::{Problem, Result};
 use gqa_kernels::attention::hopper as kernels;
@@ -19,6 +19,10 @@ pub(super) struct HopperMasked;
 impl Family for HopperMasked {
     fn module(&self) -> registry::Family {
         registry::Family::HopperMasked
+    }
+
+    fn takes_any_values(&self) -> bool {
+        true
     }
 
     fn options(&self) -> &'static [PlanOption] {
@@ -37,10 +41,10 @@ impl Family for HopperMasked {
     fn launches(&self, kernel: &Kernel, job: Job<'_>) -> Result<Vec<Launch>> {
         let (p, device, entry) = (job.problem, job.device, kernel.entry);
         let mut params = masked_params(p, job.rows.query.strides, 1)?;
-        params.attention.l2_section = kernels::l2_section(&params.attention, device.l2_bytes);
+        params.attention.l2_section = l2_section(&job, &params.attention)?;
         let grid = kernels::grid(&params.attention, entry.rows, device.multiprocessors);
         let counter = job.scratch.count(1);
-        let keys = key_maps(p, &params.attention, &job.rows, entry);
+        let keys = key_maps(p, &params.attention, &job.rows, entry)?;
         let mut arguments = arguments(p, &params.attention, &job.rows, counter, keys);
         arguments.extend(bias_or_mask(p));
         arguments.extend(mask_map(p, entry).map(|map| ("tiles", map)));

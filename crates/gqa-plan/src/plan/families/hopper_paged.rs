@@ -15,7 +15,7 @@ use crate::plan::{requirements, select};
 use crate::{Error, Pages, Problem, Result};
 use bytemuck::Pod;
 use gqa_kernels::attention::hopper as kernels;
-use gqa_kernels::params::{AttentionParams, HopperParams, PagedHopperParams, Strides};
+use gqa_kernels::params::{AttentionParams, PagedHopperParams, Strides};
 use gqa_kernels::registry::{self, Entry, Role, entries};
 
 pub(in crate::plan) struct HopperPaged {
@@ -260,10 +260,11 @@ fn paged_params(job: &Job<'_>, entry: &Entry) -> Result<PagedHopperParams> {
     let division = divides.then(|| Division::of(p, pages, entry, device));
     let tile_heads = division.as_ref().map_or(1, |division| division.tile_heads);
     let params = PagedHopperParams {
-        hopper: HopperParams {
-            attention: attention_params(job, pages, tile_heads)?,
-            rotary: rotary_params(p.rotary, 0)?,
-        },
+        hopper: hopper::hopper_params(
+            p,
+            attention_params(job, pages, tile_heads)?,
+            rotary_params(p.rotary, 0)?,
+        )?,
         tokens: u32_of("tokens", pages.tokens)?,
         per_sequence: u32_of("blocks of a sequence", pages.per_sequence)?,
         log_block_size: pages.block_size.ilog2(),
@@ -275,7 +276,7 @@ fn paged_params(job: &Job<'_>, entry: &Entry) -> Result<PagedHopperParams> {
         counts_new: pages.counts_new.into(),
         tile_heads: u32_of("query heads", tile_heads)?,
         ctas: u32_of("CTAs", division.as_ref().map_or(0, Division::ctas))?,
-        columns: entry.head_size,
+        columns: entry.value_size,
         shortest: u32_of("key tiles", shortest_piece(entry))?,
         keys: entry.keys,
     };

@@ -11,7 +11,7 @@ use crate::plan::{requirements, select};
 use crate::{Error, Problem, QuantFormat, Result};
 use bytemuck::Zeroable;
 use gqa_kernels::attention::hopper as kernels;
-use gqa_kernels::params::{AttentionParams, HopperParams, QuantizedHopperParams, Strides};
+use gqa_kernels::params::{AttentionParams, QuantizedHopperParams, Strides};
 use gqa_kernels::registry::{self, Entry};
 
 pub(super) struct HopperQuantized;
@@ -57,7 +57,7 @@ impl Family for HopperQuantized {
         arguments.extend(scale_tensors(p));
         let rotary = rotary_params(p.rotary.filter(|_| turns), 0)?;
         let params = QuantizedHopperParams {
-            hopper: HopperParams { attention, rotary },
+            hopper: hopper::hopper_params(p, attention, rotary)?,
             format: how.format as u32,
             scales: scales(p),
         };

@@ -35,6 +35,10 @@ impl Family for Latent {
         true
     }
 
+    fn takes_any_values(&self) -> bool {
+        true
+    }
+
     fn options(&self) -> &'static [PlanOption] {
         use PlanOption::{DisableFlashAttention, DisableFusedKv, Splits};
         &[DisableFlashAttention, DisableFusedKv, Splits]

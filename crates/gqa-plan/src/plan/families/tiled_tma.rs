@@ -37,7 +37,7 @@ impl Family for TiledTma {
     fn launches(&self, kernel: &Kernel, job: Job<'_>) -> Result<Vec<Launch>> {
         let params = l2_swizzled_params(&job, 1)?;
         let grid = grid(&params, kernel.entry.rows);
-        let [k, v] = hopper::key_maps(job.problem, &params, &job.rows, kernel.entry);
+        let [k, v] = hopper::key_maps(job.problem, &params, &job.rows, kernel.entry)?;
         let mut arguments = arguments(job.problem, &job.rows);
         arguments.retain(|(name, _)| !["k", "v"].contains(name));
         arguments.extend([("k", k), ("v", v)]);

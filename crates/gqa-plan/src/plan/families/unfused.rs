@@ -22,6 +22,10 @@ impl Family for Unfused {
         true
     }
 
+    fn takes_any_values(&self) -> bool {
+        true
+    }
+
     fn options(&self) -> &'static [PlanOption] {
         &[]
     }
