@@ -16,13 +16,14 @@
 //! each a work tile, and [`combine`](super::combine) merges their results.
 //!
 //! **Tensors**: q and out (batch, query head, S, head size), k and v (batch, KV head, capacity,
-//! head size), q, k and v each through a tensor map with any strides that are multiples of 8; out
+//! head size), out and v with a head size of their own; q, k and v each through a tensor map with any strides that are multiples of 8; out
 //! through a pointer, with 16-byte stores. lse, which may be null, is (batch, query head, S).
 //! Scales are positive.
 //!
 //! **Shared memory**: Q tiles of 64 rows, then the K and V stages, each as 64-column chunks of
 //! 128-byte rows with the 128-byte swizzle, then the barriers, then the work tile descriptions. TMA
-//! fills columns past `head_size` and rows past the end of the tensor with zeros.
+//! fills columns past `head_size` and rows past the end of the tensor with zeros. Where V has fewer
+//! columns than K, stages alternate between the two sizes (`shape.rs`).
 //!
 //! **Rotary embedding** with implicit positions is fused into the kernels of two warpgroups: each
 //! warpgroup rotates its rows in shared memory, after they arrive and before the first product
@@ -352,7 +353,7 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
         counter: Global<u32>,
         p: &PagedHopperParams,
     ) {
-        const { assert!(N.is_power_of_two() && N <= 64 * LEAST_BOX) }
+        const { assert!(N.is_power_of_two() && N <= 64 * LEAST_BOX && Self::VALUE_SIZE == D) }
         let rotation = Some(Rotation { cos, sin, params: p.hopper.rotary });
         let to = Destination::new(out, Global::null(), p.hopper.v_head_size);
         let lengths = Seqlens::of_pages(pages.sequences.past_seqlens);

@@ -164,6 +164,10 @@ impl<
         wgmma_wait::<0>();
         self.release_tile(self.kv);
         self.kv = self.kv.next(S::STAGES);
+        if S::ALTERNATES {
+            self.release_tile(self.kv);
+            self.kv = self.kv.next(S::STAGES);
+        }
         self.release_queries(at);
         self.cap_and_mask(&mut s, at);
         let mut rows = RowPair::EMPTY;
@@ -467,7 +471,7 @@ impl<
         while vector < S::N * 8 {
             let mut chunk = 0;
             while chunk < S::VALUE_CHUNKS {
-                let at = S::KV + values.stage * S::STAGE_BYTES + chunk * S::N * 128 + vector * 16;
+                let at = S::stage(values.stage) + chunk * S::N * 128 + vector * 16;
                 st_shared_vec(self.base + at, [0; 4]);
                 chunk += 1;
             }

@@ -91,7 +91,7 @@ fn run_over_values<S: Tile>(base: u32) {
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn convert_next<S: Tile, C: MmaCode>(code: C, base: u32, ring: Ring) -> Ring {
     mbarrier_wait(base + S::CODE_FULL + ring.barrier(), ring.parity);
-    convert_tile::<S, C>(code, base + S::KV + ring.stage * S::STAGE_BYTES);
+    convert_tile::<S, C>(code, base + S::stage(ring.stage));
     fence_proxy_async();
     mbarrier_arrive(base + S::KV_FULL + ring.barrier());
     ring.next(S::STAGES)

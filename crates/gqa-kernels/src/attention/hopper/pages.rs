@@ -217,8 +217,8 @@ struct Boxes {
     pages: Pages,
     k: TensorMap,
     v: TensorMap,
-    /// Bytes of the warp's boxes of a K and of a V tile.
-    bytes: [u32; 2],
+    /// Bytes of the warp's boxes of a tile.
+    bytes: u32,
     /// The V box to load after the next K tile.
     behind: Option<Spot>,
 }
@@ -228,7 +228,7 @@ impl Boxes {
     fn new<S: Tile>(base: u32, k: TensorMap, v: TensorMap, pages: Pages) -> Self {
         let height = pages.box_rows::<S>();
         let boxes = (quotient(S::N, height) + 1 - warp() / 2) / 2;
-        let bytes = S::ARRIVAL.chunks.map(|chunks| boxes * height * chunks * 128);
+        let bytes = boxes * height * S::ARRIVAL.chunks[0] * 128;
         Self { base, ring: Ring::START, pages, k, v, bytes, behind: None }
     }
 
@@ -254,7 +254,7 @@ impl Boxes {
                 before_last();
             }
             let spot = self.pages.find_box::<S>(tile, head, place.batch, seen);
-            self.load::<S>(self.k, false, spot);
+            self.load::<S>(self.k, spot);
             self.load_behind::<S>();
             self.behind = Some(spot);
         }
@@ -264,23 +264,22 @@ impl Boxes {
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn load_behind<S: Tile>(&mut self) {
         if let Some(spot) = self.behind {
-            self.load::<S>(self.v, true, spot);
+            self.load::<S>(self.v, spot);
         }
     }
 
     /// Waits until the stage is free, starts copying this lane's box into it and moves on.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn load<S: Tile>(&mut self, map: TensorMap, is_value: bool, spot: Spot) {
+    fn load<S: Tile>(&mut self, map: TensorMap, spot: Spot) {
         let barrier = self.base + self.ring.barrier();
-        let Arrival { offset, chunks, full } = S::ARRIVAL;
+        let Arrival { offset, chunks: [chunks, _], full } = S::ARRIVAL;
         mbarrier_wait(barrier + S::KV_EMPTY, self.ring.parity ^ 1);
-        let destination = self.base + S::KV + self.ring.stage * S::STAGE_BYTES + offset;
-        let (full, chunks) = (barrier + full, chunks[usize::from(is_value)]);
-        let bytes = self.bytes[usize::from(is_value)];
+        let destination = self.base + S::stage(self.ring.stage) + offset;
+        let full = barrier + full;
         // Each warp arrives, even without boxes: the stage must not be refilled before this warp
         // has passed its wait.
         if lane() == 0 {
-            mbarrier_arrive_expect(full, bytes);
+            mbarrier_arrive_expect(full, self.bytes);
         }
         sync_warp();
         let above = nth_box() * self.pages.box_rows::<S>();

@@ -67,7 +67,7 @@ impl KeyValueRing {
         let barrier = self.base + self.ring.barrier();
         let Arrival { offset, chunks, full } = S::ARRIVAL;
         mbarrier_wait(barrier + S::KV_EMPTY, self.ring.parity ^ 1);
-        let destination = self.base + S::KV + self.ring.stage * S::STAGE_BYTES + offset;
+        let destination = self.base + S::stage(self.ring.stage) + offset;
         let full = barrier + full;
         if is_value && S::IS_TRANSPOSED {
             load_transposed::<S>(destination, map, tile, head, batch, full);
@@ -75,6 +75,13 @@ impl KeyValueRing {
             let chunks = chunks[usize::from(is_value)];
             load_tile(S::N, S::N, chunks, destination, map, [tile * S::N, head, batch], full);
         }
+        self.ring = self.ring.next(S::STAGES);
+    }
+
+    /// Leaves the stage empty.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn skip<S: Tile>(&mut self) {
+        mbarrier_arrive(self.base + self.ring.barrier() + S::ARRIVAL.full);
         self.ring = self.ring.next(S::STAGES);
     }
 }
@@ -117,6 +124,8 @@ pub(super) fn load_keys_and_values<S: Tile>(
             ring.load::<S>(k, tile, head, work.place.batch, false);
             if let Some([tile, head, batch]) = behind {
                 ring.load::<S>(v, tile, head, batch, true);
+            } else if S::ALTERNATES {
+                ring.skip::<S>();
             }
             behind = Some([tile, head, work.place.batch]);
         }

@@ -66,9 +66,18 @@ pub(super) trait Tile {
     } else {
         Self::N * Self::VALUE_CHUNKS * 128
     };
-    /// Bytes of the larger of a K and a V tile.
-    const TILE_BYTES: u32 =
-        if Self::KV_BYTES > Self::VALUE_BYTES { Self::KV_BYTES } else { Self::VALUE_BYTES };
+    /// Whether V tiles are smaller than K tiles. Then they have stages of their own size, in turn:
+    /// even stages are for K, odd ones for V. The first odd stage stays empty at first, because two
+    /// K tiles come before the first V tile.
+    const ALTERNATES: bool = Self::DV < Self::D;
+    /// Bytes of the larger of a K and a V tile, or their mean.
+    const TILE_BYTES: u32 = if Self::ALTERNATES {
+        u32::midpoint(Self::KV_BYTES, Self::VALUE_BYTES)
+    } else if Self::KV_BYTES > Self::VALUE_BYTES {
+        Self::KV_BYTES
+    } else {
+        Self::VALUE_BYTES
+    };
     /// Whether the tensor cores sum P, by a product with eight columns of ones after V: the row
     /// sums are then sums of rounded P.
     const SUM_COLUMNS: bool;
@@ -113,9 +122,16 @@ pub(super) trait Tile {
         let rest = Self::Q_TILES * Self::Q_BYTES + Self::MASK_STAGES * Self::MASK_BYTES;
         let rest = rest + Self::ONES_BYTES + Self::FACTOR_BYTES + 1024;
         let fit = (SHARED - rest) / Self::STAGE_BYTES;
+        assert!(!Self::ALTERNATES || fit.is_multiple_of(2));
         if fit < MAX_STAGES { fit } else { MAX_STAGES }
     };
     const KV: u32 = Self::Q_TILES * Self::Q_BYTES;
+    /// Byte offset of a stage in shared memory.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn stage(stage: u32) -> u32 {
+        let behind_keys = if Self::ALTERNATES { Self::KV_BYTES - Self::TILE_BYTES } else { 0 };
+        Self::KV + stage * Self::STAGE_BYTES + stage % 2 * behind_keys
+    }
     const MASK: u32 = Self::KV + Self::STAGES * Self::STAGE_BYTES;
     const ONES: u32 = Self::MASK + Self::MASK_STAGES * Self::MASK_BYTES;
     const FACTORS: u32 = Self::ONES + Self::ONES_BYTES;

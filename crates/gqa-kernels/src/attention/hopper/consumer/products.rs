@@ -26,7 +26,7 @@ impl<
     /// Address of a K tile: where TMA wrote it if keys stay e4m3, else the start of the stage.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn keys_at(&self, at: Ring) -> u32 {
-        let stage = self.base + S::KV + at.stage * S::STAGE_BYTES;
+        let stage = self.base + S::stage(at.stage);
         if P::KEEPS_KEYS { stage + S::ARRIVAL.offset } else { stage }
     }
 
@@ -63,7 +63,7 @@ impl<
     /// Issues O += P · V.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn issue_output(&self, o: &mut [f32; O], begun: bool, weights: &[u32; W], at: Ring) {
-        let v = self.base + S::KV + at.stage * S::STAGE_BYTES;
+        let v = self.base + S::stage(at.stage);
         // The ones form the second column chunk of the operand, at a separate address; transposed,
         // they form the rows after V.
         let apart = S::SUM_COLUMNS && !S::IS_TRANSPOSED;
