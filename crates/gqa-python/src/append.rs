@@ -1,7 +1,7 @@
 //! New keys and values go into a KV cache on the CPU, and queries and keys rotate.
 
 use crate::array::Array;
-use crate::attend::check_keys_and_values;
+use crate::attend::{check_keys, check_like};
 use crate::element::Element;
 use crate::error::invalid;
 use crate::heads::Heads;
@@ -115,7 +115,8 @@ fn cache<T: Element>(arrays: &Arrays, q: &Heads<T>, paged: bool) -> PyResult<[He
     };
     let keys = Heads::<T>::of(&arrays.key_cache, 4, described)?;
     let values = Heads::<T>::of(&arrays.value_cache, 4, described)?;
-    check_keys_and_values(q, &keys, &arrays.key_cache, &arrays.value_cache)?;
+    check_keys(q, &keys, &arrays.key_cache)?;
+    check_like(&arrays.key_cache, &arrays.value_cache)?;
     Ok([keys, values])
 }
 

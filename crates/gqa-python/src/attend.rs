@@ -53,8 +53,8 @@ impl<'a, T: Element> Attend<'a, T> {
     /// Where arrays do not agree with each other.
     pub fn of(arrays: &'a Arrays, given: &Given, scores: Scores) -> PyResult<Self> {
         let call = Call::<T>::of(arrays, given, scores)?;
-        let Heads { entries, rows, heads, size, .. } = call.q;
-        let out = arrays.out.elements_mut(entries * rows * heads * size)?;
+        let Heads { entries, rows, heads, .. } = call.q;
+        let out = arrays.out.elements_mut(entries * rows * heads * call.v.size)?;
         let lse = arrays.lse.as_ref().map(|lse| lse.elements_mut(entries * rows * heads));
         Ok(Self { call, out, lse: lse.transpose()? })
     }
@@ -125,27 +125,42 @@ fn heads<T: Element>(arrays: &Arrays, varlen: bool, paged: bool) -> PyResult<[He
     };
     let k = Heads::<T>::of(&arrays.k, dimensions, described)?;
     let v = Heads::<T>::of(&arrays.v, dimensions, described)?;
-    check_keys_and_values(&q, &k, &arrays.k, &arrays.v)?;
+    check_keys(&q, &k, &arrays.k)?;
+    match paged {
+        true => check_like(&arrays.k, &arrays.v)?,
+        false => check_values(&arrays.k, &arrays.v)?,
+    }
     Ok([q, k, v])
 }
 
-/// Errs unless keys have heads that q's can share, and values are like them: of a call, or in a KV
-/// cache, whose names the arrays have.
-pub fn check_keys_and_values<T>(
-    q: &Heads<T>,
-    keys: &Heads<T>,
-    k: &Array,
-    v: &Array,
-) -> PyResult<()> {
+/// Errs unless keys have heads that q's can share.
+pub fn check_keys<T>(q: &Heads<T>, keys: &Heads<T>, k: &Array) -> PyResult<()> {
     let &Heads { heads, size, .. } = q;
     if keys.heads == 0 || heads == 0 || heads % keys.heads != 0 || keys.size != size {
         let allowed =
             format!("heads of {size} elements, and a number of KV heads that divides q's {heads}");
         return Err(invalid(k.name, format!("{:?}", k.shape), allowed));
     }
+    Ok(())
+}
+
+/// Errs unless values are like keys: in a KV cache, whose names the arrays have.
+pub fn check_like(k: &Array, v: &Array) -> PyResult<()> {
     match v.shape == k.shape {
         true => Ok(()),
         false => Err(invalid(v.name, format!("{:?}", v.shape), format!("{:?}", k.shape))),
+    }
+}
+
+/// Errs unless values are as many as keys; their heads may have another size.
+fn check_values(k: &Array, v: &Array) -> PyResult<()> {
+    match (v.shape.split_last(), k.shape.split_last()) {
+        (Some((1.., values)), Some((_, keys))) if values == keys => Ok(()),
+        (_, keys) => {
+            let keys = keys.map_or(&[][..], |(_, keys)| keys);
+            let allowed = format!("{keys:?} as k has, and a head size of 1 or more");
+            Err(invalid(v.name, format!("{:?}", v.shape), allowed))
+        }
     }
 }
 
@@ -195,7 +210,7 @@ impl<T: Element> Call<T> {
         let mut rest = out;
         let mut jobs = Vec::with_capacity(self.sequences.len());
         for (index, sequence) in self.sequences.iter().enumerate() {
-            let (output, behind) = rest.split_at_mut(sequence.rows * self.q.heads * self.q.size);
+            let (output, behind) = rest.split_at_mut(sequence.rows * self.q.heads * self.v.size);
             rest = behind;
             let lse = lse.is_some().then(|| vec![0.; sequence.rows * self.q.heads]);
             jobs.push(Mutex::new(Job { index, sequence, output, lse }));
@@ -225,7 +240,8 @@ impl<T: Element> Call<T> {
         strided: Strided,
         with_lse: bool,
     ) -> Result<Problem, Error> {
-        let mut call = External::new(1, sequence.rows, sequence.keys).strides(strided);
+        let call = External::new(1, sequence.rows, sequence.keys).value_size(self.v.size);
+        let mut call = call.strides(strided);
         if let Some(right) = self.scores.behind() {
             call = call.right_window(right);
         }

@@ -196,16 +196,17 @@ pub struct Call(Problem);
 
 #[pymethods]
 impl Call {
-    /// Attention to keys and values where they are.
+    /// Attention to keys and values where they are; `values` is the head size of these.
     #[staticmethod]
     #[expect(clippy::too_many_arguments, reason = "each is a number of the call")]
-    #[pyo3(signature = (sizes, batch, rows, keys, shortest, q, k, v, lse, bias))]
+    #[pyo3(signature = (sizes, batch, rows, keys, shortest, values, q, k, v, lse, bias))]
     fn external(
         sizes: Sizes,
         batch: usize,
         rows: usize,
         keys: usize,
         shortest: usize,
+        values: usize,
         q: Strides,
         k: Strides,
         v: Strides,
@@ -214,7 +215,8 @@ impl Call {
     ) -> PyResult<Self> {
         let strided =
             Strided { query: strides(q), key: strides(k), value: strides(v), ..Strided::default() };
-        let mut call = External::new(batch, rows, keys).shortest(shortest).strides(strided);
+        let call = External::new(batch, rows, keys).shortest(shortest).value_size(values);
+        let mut call = call.strides(strided);
         if let Some(right) = sizes.scores.behind() {
             call = call.right_window(right);
         }

@@ -26,6 +26,8 @@ class Draw:
         self.kv_heads = self.pick.choice([1, 2, 3])
         self.heads = self.kv_heads * self.pick.choice([1, 2, 4])
         self.size = self.pick.choice([4, 8, 20, 32, 64, 128])
+        # Of values, where these may have another one.
+        self.value_size = self.pick.choice([self.size, self.size, 8, 24, 128])
 
     def normal(self, *shape):
         return self.noise.standard_normal(shape).astype(self.dtype)

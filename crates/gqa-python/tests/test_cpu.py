@@ -12,7 +12,8 @@ def test_sequences_of_the_same_length(draw):
     batch = pick.choice([0, 1, 1, 3, 3])
     rows, keys = pick.choice([0, 1, 2, 7, 33]), pick.choice([0, 1, 5, 33, 70])
     q = draw.array(batch, rows, draw.heads, draw.size)
-    k, v = (draw.array(batch, keys, draw.kv_heads, draw.size) for _ in "kv")
+    sizes = draw.size, draw.value_size
+    k, v = (draw.array(batch, keys, draw.kv_heads, size) for size in sizes)
     ours = draw.scores()
     slopes, mask, own = None, None, {}
     kind = pick.choice(["none", "none", "slopes", "bool", "numbers"])
@@ -29,7 +30,7 @@ def test_sequences_of_the_same_length(draw):
         mask = np.broadcast_to(mask, (batch, draw.heads, rows, keys))
     out, lse = draw.call(gqa.flash_attn_func, q, k, v, **ours, return_softmax_lse=True)
     alone = draw.call(gqa.flash_attn_func, q, k, v, **ours)
-    assert out.shape == q.shape and out.dtype == q.dtype
+    assert out.shape == (*q.shape[:-1], draw.value_size) and out.dtype == q.dtype
     np.testing.assert_array_equal(out, alone)
     for b in range(batch):
         if slopes is not None:
@@ -81,7 +82,8 @@ def test_sequences_of_any_lengths(draw):
         rows_of = lambda cache, b: cache[table[b]].reshape(-1, draw.kv_heads, draw.size)[: keys[b]]
     else:
         of_all = sum(keys) + keys_behind
-        k, v = (draw.array(of_all or 1, draw.kv_heads, draw.size)[:of_all] for _ in "kv")
+        sizes = draw.size, draw.value_size
+        k, v = (draw.array(of_all or 1, draw.kv_heads, size)[:of_all] for size in sizes)
         where = {}
         rows_of = lambda cache, b: cache[key_starts[b] : key_starts[b + 1]]
     longest = (max(rows, default=0), max(keys, default=0))

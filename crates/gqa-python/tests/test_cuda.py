@@ -328,6 +328,36 @@ class Cases:
             self.near_lse(lse[b], wanted_lse)
 
     @in_draws
+    def test_values_of_another_head_size(self):
+        pick = self.pick
+        size, of_values = pick.choice([(192, 128), (192, 128), (64, 128), (40, 20), (96, 64)])
+        rows, keys = [pick.choice([1, 64, 200]), 0, 3], [pick.choice([200, 300]), 5, 40]
+        if pick.random() < 0.5:
+            keys = rows
+        q = self.tensor(sum(rows), self.heads, size)
+        k, v = (self.tensor(sum(keys), self.kv_heads, n) for n in (size, of_values))
+        tensor = functools.partial(torch.tensor, device=self.device)
+        starts, key_starts = (tensor([0, *n]).cumsum(0).int() for n in (rows, keys))
+        key_starts = starts if keys is rows else key_starts
+        ours = self.scores()
+        given = q, k, v, starts, key_starts, max(rows), max(keys)
+        out, lse = gqa.flash_attn_varlen_func(*given, **ours, return_softmax_lse=True)
+        room = out.new_empty(out.shape)
+        alone = gqa.flash_attn_varlen_func(*given, **ours, out=room)
+        self.assertIs(alone, room)
+        self.assertEqual(out.shape, (*q.shape[:-1], of_values))
+        for mine, seen, n in zip(starts[:-1], key_starts[:-1], range(3)):
+            mine, seen = slice(mine, mine + rows[n]), slice(seen, seen + keys[n])
+            wanted, wanted_lse = self.expected(ours, q[mine], k[seen], v[seen])
+            self.near(out[mine], wanted)
+            self.near(alone[mine], wanted)
+            self.near_lse(lse[:, mine], wanted_lse)
+            one = gqa.flash_attn_func(q[None, mine], k[None, seen], v[None, seen], **ours)
+            again = gqa.flash_attn_func(q[None, mine], k[None, seen], v[None, seen], **ours)
+            self.near(one[0], wanted)
+            self.assertTrue(torch.equal(one, again), "results are not deterministic")
+
+    @in_draws
     def test_masks_and_alibi(self):
         pick = self.pick
         batch, rows, keys = 2, pick.choice([1, 70]), pick.choice([70, 300, 301])

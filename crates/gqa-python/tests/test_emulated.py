@@ -102,7 +102,8 @@ class Planned:
         scores, sinks = self.scores, tensors.get("head_sink")
         window = scores.window if window is None else window
         if len(k) == 0:
-            return torch.zeros_like(q), torch.full((q.shape[1], len(q)), -torch.inf)
+            none = q.new_zeros(*q.shape[:-1], v.shape[-1])
+            return none, torch.full((q.shape[1], len(q)), -torch.inf)
         named = {"softcap": scores.softcap, "scale": scores.scale, "bias": bias}
         _, bare = expected(q, k, v, window, **named)
         out, lse = expected(q, k, v, window, sinks=sinks, **named)
@@ -110,7 +111,8 @@ class Planned:
         return out.masked_fill(none.T[..., None], 0), torch.where(none, bare, lse)
 
     def external(self, tensors):
-        batch, rows, keys, shortest, *strides, want_lse, declared = self.numbers
+        batch, rows, keys, shortest, values, *strides, want_lse, declared = self.numbers
+        assert values == tensors["value"].shape[-1] == tensors["output"].shape[-1]
         given = (tensors[name] for name in ("query", "key", "value"))
         q, k, v = (in_memory(tensor, by) for tensor, by in zip(given, strides))
         bias = tensors.get("attention_bias")

@@ -126,16 +126,23 @@ class _Work:
         return array
 
     def pair(
-        self, names: Sequence[str], given: tuple[Any, Any], q: GpuArray, dimensions: int
+        self,
+        names: Sequence[str],
+        given: tuple[Any, Any],
+        q: GpuArray,
+        dimensions: int,
+        any_values: bool = False,
     ) -> tuple[GpuArray, GpuArray]:
-        """Keys and values, which agree with each other and with queries."""
+        """Keys and values, which agree with each other and with queries, but for the head size of
+        values where that may be any."""
         k, v = (self.heads(name, x, q) for name, x in zip(names, given))
         (heads, size), (kv_heads, own) = q.shape[-2:], k.shape[-2:]
         agree = own == size and heads and kv_heads and heads % kv_heads == 0
         if k.ndim != dimensions or not agree:
             allowed = f"heads of {size} elements, and a number of KV heads that divides q's {heads}"
             raise invalid(names[0], k.shape, f"{dimensions} dimensions, {allowed}")
-        if v.shape != k.shape:
+        is_sized = any_values and v.shape[:-1] == k.shape[:-1] and v.shape[-1] > 0
+        if v.shape != k.shape and not is_sized:
             raise invalid(names[1], v.shape, k.shape)
         return k, v
 
@@ -254,7 +261,7 @@ def check_output(out: Any, read: dict[str, Any]) -> NoReturn:
 def dense(q: Any, k: Any, v: Any, scores: Scores, want_lse: bool, mask: Any) -> tuple[Any, ...]:
     work = _Work(q)
     q = work.heads("q", q)
-    k, v = work.pair("kv", (k, v), q, 4)
+    k, v = work.pair("kv", (k, v), q, 4, any_values=True)
     if k.shape[0] != q.shape[0]:
         raise invalid("k", f"{k.shape[0]} entries", f"{q.shape[0]}, the batch of q")
     if mask is not None:
@@ -291,18 +298,19 @@ def _external(
     Sequences end at the numbers of ends, or have all keys. There may be an output already.
     """
     (batch, rows, heads, _), (keys, kv_heads) = q.shape, k.shape[1:3]
+    shape = batch, rows, heads, v.shape[-1]
     shortest = keys if ends is None else int(min(ends, default=0))
     _check_lse(scores, want_lse, mask is not None or shortest < rows)
     if 0 in q.shape or 0 in k.shape:
         lse = work.filled((batch, heads, rows), "float32", -np.inf) if want_lse else None
-        return work.filled(q.shape, q.dtype, 0.0), lse
+        return work.filled(shape, q.dtype, 0.0), lse
     sinks = _sinks(work, scores, q)
     given = (array.strides() for array in (q, k, v))
     strides = tuple(None if by is None else tuple(by) for by in given)
     declared = None
     if mask is not None:
         declared = mask.shape[0] > 1, mask.shape[1] > 1, mask.dtype == "bool", keys
-    out, output = work.empty(q.shape, q.dtype) if output is None else (None, output)
+    out, output = work.empty(shape, q.dtype) if output is None else (None, output)
     lse, lse_array = work.empty((batch, heads, rows), "float32") if want_lse else (None, None)
     last = tuple(int(end) - 1 for end in ([keys] * batch if ends is None else ends))
     tensors = {
@@ -315,7 +323,7 @@ def _external(
         "attention_bias": mask,
         "head_sink": sinks,
     }
-    numbers = batch, rows, keys, max(shortest, 0), *strides, want_lse, declared
+    numbers = batch, rows, keys, max(shortest, 0), shape[-1], *strides, want_lse, declared
     work.run("external", q, kv_heads, scores, sinks is not None, numbers, tensors)
     return out, lse
 
@@ -352,13 +360,15 @@ def varlen(
     _cpu.no_descales(descales)
     work = _Work(q)
     q = work.heads("q", q)
+    dimensions = 3 if table is None else 4
+    k, v = work.pair("kv", (k, v), q, dimensions, any_values=table is None)
     shape = np.shape(starts[0])
     if len(shape) != 1 or shape[0] < 1:
         raise invalid("cu_seqlens_q", shape, "(sequences + 1,)")
     if shape[0] == 1:
         # No sequence, so all rows are behind the last one.
         lse = work.filled(q.shape[1::-1], "float32", -np.inf) if want_lse else None
-        results = work.filled(q.shape, q.dtype, 0.0), lse
+        results = work.filled((*q.shape[:-1], v.shape[-1]), q.dtype, 0.0), lse
         work.wait()
         return tuple(work.returned(result) for result in results)
     names = "cu_seqlens_q", "cu_seqlens_k"
@@ -366,7 +376,6 @@ def varlen(
         used = work.numbers("seqused_k", used, (shape[0] - 1,))
         starts = starts[0], np.concatenate([[0], np.cumsum(used)])
     starts = [work.numbers(name, given, shape) for name, given in zip(names, starts)]
-    k, v = work.pair("kv", (k, v), q, 3 if table is None else 4)
     ends = q.shape[0], k.shape[0] if table is None else starts[1][-1]
     for name, numbers, end in zip(names, starts, ends):
         if numbers[0] != 0 or (np.diff(numbers) < 0).any() or numbers[-1] > end:
@@ -385,9 +394,10 @@ def _sequences(
     """Attention of each sequence by itself."""
     if want_lse:
         _refuse("return_softmax_lse", True, "False without block_table")
+    shape = *q.shape[:-1], v.shape[-1]
     if 0 in q.shape or 0 in k.shape:
-        return work.filled(q.shape, q.dtype, 0.0), None
-    out, output = work.empty(q.shape, q.dtype, _outside(starts[0], q.shape[0], 0.0))
+        return work.filled(shape, q.dtype, 0.0), None
+    out, output = work.empty(shape, q.dtype, _outside(starts[0], q.shape[0], 0.0))
     for (row, key), (rows, keys) in zip(zip(*starts), zip(*map(np.diff, starts))):
         mine, seen = (int(row), int(rows)), (int(key), int(keys))
         if keys == 0:

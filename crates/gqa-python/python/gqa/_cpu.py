@@ -108,10 +108,12 @@ def _attend(
     turning: _Turning | None = None,
     most: tuple[int | None, int | None] = (None, None),
     out: Array | None = None,
+    values: int | None = None,
     **others: Any
 ) -> tuple[Any, Any]:
     """The output, which is the caller's where there is one, and log-sum-exps."""
-    made = _empty(q, tuple(q.shape)) if out is None else out
+    shape = *q.shape[:-1], q.shape[-1] if values is None else values
+    made = _empty(q, shape) if out is None else out
     lse = None if lse_shape is None else _empty(q, lse_shape, np.float32)
     arrays = {"q": q, "out": made, "lse": lse, **others}
     arrays |= {"sinks": scores.sinks, "alibi_slopes": scores.slopes}
@@ -138,7 +140,13 @@ def dense(
     out: Array | None = None,
 ) -> tuple[Any, Any]:
     lse_shape = _lse_shape(q) if want_lse else None
-    return _attend(q, lse_shape, scores, out=out, k=k, v=v, mask=mask)
+    return _attend(q, lse_shape, scores, out=out, values=_size(v), k=k, v=v, mask=mask)
+
+
+def _size(v: Any) -> int | None:
+    """The head size of values, if these are an array."""
+    shape = getattr(v, "shape", None)
+    return int(shape[-1]) if shape else None
 
 
 def _lse_shape(q: Array) -> tuple[int, ...]:
@@ -165,7 +173,8 @@ def varlen(
     others = {name: _integers(name, numbers) for name, numbers in given.items()}
     others |= {"k": k, "v": v, "block_table": table}
     lse_shape = (q.shape[1], q.shape[0]) if want_lse else None
-    return _attend(q, lse_shape, scores, most=most, out=out, **others)
+    values = _size(v) if table is None else None
+    return _attend(q, lse_shape, scores, most=most, out=out, values=values, **others)
 
 
 def with_kvcache(

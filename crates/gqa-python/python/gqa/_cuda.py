@@ -62,12 +62,13 @@ def dense(
     out: Tensor | None = None,
 ) -> _Results:
     """``step`` is a key of _steps and the arguments it is of, where this call may be kept."""
-    _check(q, {"k": k, "v": v}, 4)
+    _check(q, {"k": k, "v": v}, 4, any_values=True)
     if k.shape[0] != q.shape[0]:
         raise invalid("k", f"{k.shape[0]} entries", f"{q.shape[0]}, the batch of q")
     # Where nothing is kept, to make the tables costs more than one launch less brings.
     cache = Cache(k, v)
-    if mask is None and q.shape[1] == 1 and keeps() and _reads_blocks(q, cache, scores):
+    may_step = mask is None and q.shape[1] == 1 and k.shape == v.shape and keeps()
+    if may_step and _reads_blocks(q, cache, scores):
         call = _over_entries(q, k, filled(q.device, q.shape[0], k.shape[1]), True)
         if launches(*_asked(q, cache, None, None, call, scores, want_lse)) == 1:
             kept = None if step is None else (*step, [call.starts, call.lengths, call.table])
@@ -91,20 +92,21 @@ def varlen(
 ) -> _Results:
     """``step`` as that of dense."""
     if table is None:
-        _check(q, {"k": k, "v": v}, 3)
+        _check(q, {"k": k, "v": v}, 3, any_values=True)
     else:
         cache = _cache(q, {"k": k, "v": v}, descales)
     is_self = starts[0] is starts[1] and k.shape[0] == q.shape[0]
     starts, lengths, most = _starts(starts, used, most, q.device)
     if q.numel() == 0 or most[0] == 0:
         lse = q.new_full(q.shape[1::-1], -torch.inf, dtype=torch.float32) if want_lse else None
-        made = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
+        size = q.shape[-1] if table is not None else v.shape[-1]
+        made = q.new_empty((*q.shape[:-1], size)) if out is None else out
         return made.zero_(), lse
     if table is not None:
         lengths = starts[1].diff() if lengths is None else lengths
         where = starts[0], lengths, most, table
         return _varlen_over_blocks(q, cache, *where, scores, want_lse, step, out)
-    if is_self and not want_lse and _suits_blocks(q, scores):
+    if is_self and not want_lse and k.shape == v.shape and _suits_blocks(q, scores):
         return _over_new_blocks(q, k, v, starts[0], most[0], scores, out), None
     k, v = (_fallback.padded(x, starts[1][:-1], most[1]) for x in (k, v))
     return _padded(q, k, v, starts[0], starts[1].diff(), most[0], scores, want_lse, out=out)
@@ -215,9 +217,10 @@ def _check(
     dimensions: int,
     dtype: torch.dtype | None = None,
     size: int | None = None,
+    any_values: bool = False,
 ) -> None:
     """Errs unless q and two tensors of heads, which have names, agree: these have q's type and size
-    if no other ones are given."""
+    if no other ones are given, or the second one any size."""
     _check_types(q, pair, dimensions, dtype)
     size, heads = q.shape[-1] if size is None else size, q.shape[-2]
     (first_name, first), (second_name, second) = pair.items()
@@ -225,6 +228,8 @@ def _check(
     if of_kv[1] != size or of_kv[0] == 0 or heads == 0 or heads % of_kv[0]:
         allowed = f"heads of {size} elements, and a number of KV heads that divides q's {heads}"
         raise invalid(first_name, tuple(first.shape), allowed)
+    if any_values and first.shape[:-1] == second.shape[:-1] and second.shape[-1] > 0:
+        return
     if first.shape != second.shape:
         raise invalid(second_name, tuple(second.shape), tuple(first.shape))
 
@@ -406,7 +411,7 @@ def _external(
     batch, rows, heads, _ = q.shape
     keys, kv_heads = k.shape[1:3]
     sinks, (bias, excess) = _sinks(scores, q), _bias(q, keys, lengths, scores, mask, outside)
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+    out = q.new_empty((batch, rows, heads, v.shape[-1])) if out is None else out
     lse = q.new_empty((batch, heads, rows), dtype=torch.float32) if want_lse else None
     if q.numel() == 0 or k.numel() == 0:
         out.zero_()
@@ -417,7 +422,8 @@ def _external(
         per = bias.shape[0] > 1, bias.shape[1] > 1
         declared = *per, bias.dtype == torch.bool, bias.shape[3]
     shortest = keys if shortest is None else min(shortest, keys)
-    numbers = batch, rows, keys, shortest, *map(_strides_of, (q, k, v)), want_lse, declared
+    strides = map(_strides_of, (q, k, v))
+    numbers = batch, rows, keys, shortest, v.shape[-1], *strides, want_lse, declared
     tensors: Tensors = {"query": q, "key": k, "value": v, "output": out, "lse": lse}
     tensors["seqlens_k"] = filled(q.device, batch, keys - 1) if lengths is None else lengths - 1
     tensors |= {"attention_bias": bias, "head_sink": sinks}

@@ -208,18 +208,19 @@ def flash_attn_func(
     """Attention: softmax(q kᵀ · scale) v.
 
     q has shape (batch, rows, heads, size), k and v (batch, keys, KV heads, size); KV heads divide
-    the heads. The rows of a sequence are its last ones: row i of n, over m keys, stands at
-    i + m - n, and sees the keys from ``window_size[0]`` before that place to ``window_size[1]``
-    behind it; -1 is no bound, and ``causal`` is 0 behind it. A row that sees no key is 0.
+    the heads, and heads of v may have another size. The rows of a sequence are its last ones: row i
+    of n, over m keys, stands at i + m - n, and sees the keys from ``window_size[0]`` before that
+    place to ``window_size[1]`` behind it; -1 is no bound, and ``causal`` is 0 behind it. A row that
+    sees no key is 0.
 
     ``s_aux``, (heads), is an extra logit in each softmax denominator (an attention sink).
     ``mask``, (batch or 1, heads or 1, rows, keys), hides keys where it is false, or is added to
-    scores. ``deterministic`` changes nothing: results always are. ``out``, a contiguous array like
-    q in memory of its own, receives the output, and is what is returned as that.
+    scores. ``deterministic`` changes nothing: results always are. ``out``, a contiguous array of
+    the output's shape in memory of its own, receives that, and is what is returned.
 
-    Returns the output, of q's shape; with ``return_softmax_lse`` also natural logarithms of the
-    softmax denominators, float32 (batch, heads, rows), -inf where a row sees neither a key nor a
-    sink; with ``return_attn_probs`` a third value, None, too.
+    Returns the output, (batch, rows, heads, size of v); with ``return_softmax_lse`` also natural
+    logarithms of the softmax denominators, float32 (batch, heads, rows), -inf where a row sees
+    neither a key nor a sink; with ``return_attn_probs`` a third value, None, too.
     """
     arguments, numbers = (q, k, v), (softmax_scale, causal, softcap)
     _no_dropout(dropout_p)
@@ -233,7 +234,7 @@ def flash_attn_func(
     scores = _scores(q, softmax_scale, softcap, causal, window_size, alibi_slopes, s_aux)
     others = _step(key, arguments)
     read = {"q": q, "k": k, "v": v, "alibi_slopes": alibi_slopes, "s_aux": s_aux, "mask": mask}
-    others |= _output(out, read)
+    others |= _output(out, read, v)
     result, lse = _backend(q).dense(q, k, v, scores, want_lse, mask, **others)
     return _returned(result, lse, return_softmax_lse, return_attn_probs)
 
@@ -265,7 +266,8 @@ def flash_attn_varlen_func(
 ) -> Any:
     """:func:`flash_attn_func` of sequences of any lengths, which lie one behind the other.
 
-    q has shape (rows of all sequences, heads, size), k and v (keys of all, KV heads, size).
+    q has shape (rows of all sequences, heads, size), k and v (keys of all, KV heads, size); without
+    ``block_table`` v may have another size.
     ``cu_seqlens_q`` and ``cu_seqlens_k``, int32 of shape (sequences + 1), say where each begins and
     where the last one ends. With ``block_table``, int32 (sequences, blocks of a sequence), k and v
     are a paged KV cache of shape (blocks, rows of a block, KV heads, size), and ``seqused_k``,
@@ -302,7 +304,8 @@ def flash_attn_varlen_func(
     read |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_k": used}
     read |= {"k_descale": k_descale, "v_descale": v_descale}
     read |= {"alibi_slopes": alibi_slopes, "s_aux": s_aux}
-    others = _step(key, arguments) | scales | _output(out, read)
+    others = _step(key, arguments) | scales
+    others |= _output(out, read, v if block_table is None else None)
     result, lse = _backend(q).varlen(*given, scores, want_lse, **others)
     return _returned(result, lse, return_softmax_lse, return_attn_probs)
 
@@ -423,17 +426,18 @@ def descales(k_descale: Array | None, v_descale: Array | None) -> dict[str, Any]
     return {"descales": (k_descale, v_descale)} if is_given else {}
 
 
-def _output(out: Any, read: dict[str, Any]) -> dict[str, Any]:
-    """The output of a caller's by its name, if there is one, which is like q and in memory that a
-    call writes but does not read."""
+def _output(out: Any, read: dict[str, Any], v: Any = None) -> dict[str, Any]:
+    """The output of a caller's by its name, if there is one, which is like q, with the head size of
+    values where these are given, and in memory that a call writes but does not read."""
     if out is None:
         return {}
     q = read["q"]
     if _cpu._is_torch(q) and not _cpu._is_torch(out):
         raise mistyped("out", type(out).__name__, "a tensor of torch's, as q")
-    shapes = _shape("out", out), _shape("q", q)
-    if shapes[0] != shapes[1] or str(out.dtype) != str(q.dtype):
-        raise invalid("out", f"{out.dtype} {shapes[0]}", f"{q.dtype} {shapes[1]}, as q")
+    shape, wanted = _shape("out", out), _shape("q", q)
+    wanted = wanted if v is None else (*wanted[:-1], *_shape("v", v)[-1:])
+    if shape != wanted or str(out.dtype) != str(q.dtype):
+        raise invalid("out", f"{out.dtype} {shape}", f"{q.dtype} {wanted}, as q")
     if _cpu._is_torch(q) and out.device != q.device:
         raise invalid("out", f"a tensor on {out.device}", f"{q.device}, as q")
     if _cpu._is_torch(q) and not out.is_contiguous():

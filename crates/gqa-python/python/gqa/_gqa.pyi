@@ -78,6 +78,7 @@ class Call:
         rows: int,
         keys: int,
         shortest: int,
+        values: int,
         q: _Strides,
         k: _Strides,
         v: _Strides,

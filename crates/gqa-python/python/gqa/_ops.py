@@ -80,10 +80,12 @@ def _computed(name: str, q: Tensor, *arguments: Any, **others: Any) -> Tuple[Ten
     return out, out.new_empty(0, dtype=torch.float32) if lse is None else lse
 
 
-def _like(q: Tensor, want_lse: bool, lse_shape: Sequence[int]) -> Tuple[Tensor, Tensor]:
+def _like(
+    q: Tensor, v: Tensor, want_lse: bool, lse_shape: Sequence[int]
+) -> Tuple[Tensor, Tensor]:
     """Results without their elements."""
     lse = q.new_empty(lse_shape if want_lse else (0,), dtype=torch.float32)
-    return q.new_empty(q.shape), lse
+    return q.new_empty((*q.shape[:-1], v.shape[-1])), lse
 
 
 @torch.library.custom_op("gqa::flash_attn", mutates_args=())
@@ -105,9 +107,9 @@ def _dense(
 
 
 @_dense.register_fake
-def _(q: Tensor, *others: Any) -> Tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Tuple[Tensor, Tensor]:
     batch, rows, heads, _ = q.shape
-    return _like(q, others[-2], (batch, heads, rows))
+    return _like(q, v, others[-2], (batch, heads, rows))
 
 
 @torch.library.custom_op("gqa::flash_attn_varlen", mutates_args=())
@@ -138,9 +140,10 @@ def _varlen(
 
 
 @_varlen.register_fake
-def _(q: Tensor, *others: Any) -> Tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Tuple[Tensor, Tensor]:
     rows, heads, _ = q.shape
-    return _like(q, others[-1], (heads, rows))
+    is_paged = k.dim() == 4
+    return _like(q, q if is_paged else v, others[-1], (heads, rows))
 
 
 @torch.library.custom_op("gqa::flash_attn_with_kvcache", mutates_args=("k_cache", "v_cache"))
@@ -182,4 +185,4 @@ def _with_kvcache(
 @_with_kvcache.register_fake
 def _(q: Tensor, *others: Any) -> Tuple[Tensor, Tensor]:
     batch, rows, heads, _ = q.shape
-    return _like(q, others[-1], (batch, heads, rows))
+    return _like(q, q, others[-1], (batch, heads, rows))

@@ -26,7 +26,8 @@ class _Step(NamedTuple):
     constants: tuple[Tensor, ...]
     # Of the constants.
     addresses: tuple[int, ...]
-    # Whether it writes all of the output.
+    # Of the output, and whether the plan writes all of it.
+    shape: Sequence[int]
     has_all_rows: bool
 
 
@@ -84,8 +85,8 @@ def again(key: Any, q: Tensor, addresses: Sequence[int]) -> Tensor | None:
     step = _steps.get(key)
     if step is None:
         return None
-    make = torch.empty_like if step.has_all_rows else torch.zeros_like
-    out = make(q, memory_format=torch.contiguous_format)
+    make = q.new_empty if step.has_all_rows else q.new_zeros
+    out = make(step.shape)
     addresses = step.pick((*addresses, out.data_ptr(), *step.addresses))
     _launch.enqueue(step.planned, out, key[0], addresses)
     return out
@@ -99,8 +100,8 @@ def keep(
     constants: Sequence[Tensor],
     has_all_rows: bool = True,
 ) -> None:
-    """Keeps a call whose tensors are its arguments, an output of q's shape, which it writes all of
-    or is 0 elsewhere, and constants."""
+    """Keeps a call whose tensors are its arguments, an output, which it writes all of or is 0
+    elsewhere, and constants."""
     pool = *arguments, tensors["output"], *constants
     places = {id(tensor): place for place, tensor in enumerate(pool) if tensor is not None}
     picked = [places.get(id(tensors[name])) for name in planned.tensors]
@@ -113,4 +114,5 @@ def keep(
         _steps.clear()
     addresses = tuple(tensor.data_ptr() for tensor in constants)
     pick = operator.itemgetter(*picked)
-    _steps[key] = _Step(planned, pick, tuple(constants), addresses, has_all_rows)
+    shape = tuple(tensors["output"].shape)
+    _steps[key] = _Step(planned, pick, tuple(constants), addresses, shape, has_all_rows)
