@@ -1,12 +1,17 @@
-"""Decode steps of multi-head latent attention beside FlashMLA and FlashAttention-3, in one process.
+"""Multi-head latent attention beside FlashMLA and FlashAttention-3, in one process.
 
     python3 bench/mla.py [--peer _vllm_fa3_C.abi3.so] [--row 16x1:1x8192]... [--ragged SEED]
+    python3 bench/mla.py --prefill [--packed] [--peer _vllm_fa3_C.abi3.so] [--row 16:2x8192]...
 
-Needs a GPU and this project's wheel. FlashMLA (the wheel sgl-flash-mla) runs beside it where it can
-be imported, FlashAttention-3 where its file is named. A row is query heads x new tokens : sequences x
-keys; --ragged draws lengths up to so many. Pages have 64 rows. Times are medians of CUDA graphs'
-replays with a cold L2 cache, peers' metadata are made beforehand, and every function's output is
-compared with float64.
+Needs a GPU and this project's wheel. FlashMLA (the wheel sgl-flash-mla) runs beside decode steps
+where it can be imported, FlashAttention-3 where its file is named. A row is query heads x new
+tokens : sequences x keys; --ragged draws lengths up to so many. Pages have 64 rows. Times are
+medians of CUDA graphs' replays with a cold L2 cache, peers' metadata are made beforehand, and every
+function's output is compared with float64.
+
+--prefill is causal attention before projections are absorbed: keys of 192, values of 128, and as
+many KV heads as query heads. A row is heads : sequences x tokens; --packed has the sequences one
+behind the other, with cu_seqlens.
 """
 import argparse
 import math
@@ -22,6 +27,11 @@ SCALE = 192**-0.5
 ROWS = ("16x1:1x1024 16x1:1x8192 16x1:4x8192 16x1:1x65536 16x1:16x4096 16x1:128x4096 32x1:128x4096 "
         "64x1:1x8192 64x1:128x4096 64x2:128x4096 128x1:1x1024 128x1:1x8192 128x1:4x8192 "
         "128x1:1x65536 128x1:16x4096 128x1:64x4096 128x1:128x8192 128x2:128x4096").split()
+
+
+PREFILL_KEY, PREFILL_VALUE = 192, 128
+PREFILL_ROWS = [f"{heads}:{16384 // tokens}x{tokens}" for heads in (16, 128)
+                for tokens in (512, 1024, 2048, 4096, 8192, 16384)]
 
 
 class Step:
@@ -79,6 +89,84 @@ def flash_attention_3(step):
         None, 1, 0, None)[0].view(step.out.shape)
 
 
+class Prefill:
+    """One call's tensors."""
+
+    def __init__(self, heads, batch, tokens):
+        sizes = PREFILL_KEY, PREFILL_KEY, PREFILL_VALUE
+        self.q, self.k, self.v = (
+            torch.randn(batch, tokens, heads, size, device="cuda", dtype=torch.bfloat16)
+            for size in sizes)
+        self.starts = torch.arange(
+            0, (batch + 1) * tokens, tokens, dtype=torch.int32, device="cuda")
+        self.out = torch.empty_like(self.v)
+
+    def flat(self):
+        """q, k, v and the output, with all sequences in one dimension."""
+        return [x.flatten(0, 1) for x in (self.q, self.k, self.v, self.out)]
+
+    def error(self, run):
+        """Largest difference in some rows of the first and the last head and sequence; NaN where a
+        row was not written."""
+        self.out.fill_(math.nan)
+        out, tokens = run().view(self.out.shape), self.q.shape[1]
+        rows = torch.tensor(sorted({0, min(127, tokens - 1), tokens // 2, tokens - 1}),
+                            device="cuda")
+        later = torch.arange(tokens, device="cuda") > rows[:, None]
+        wrong = []
+        for i, head in ((0, 0), (-1, -1)):
+            q, k, v = (x[i, :, head].double() for x in (self.q, self.k, self.v))
+            scores = (q[rows] @ k.T * SCALE).masked_fill(later, -math.inf)
+            wrong.append((out[i, rows, head].double() - scores.softmax(-1) @ v).abs().max().item())
+        return max(wrong, key=lambda x: math.inf if math.isnan(x) else x)
+
+
+def our_prefill(step):
+    return lambda: gqa.flash_attn_func(step.q, step.k, step.v, 0.0, SCALE, True, out=step.out)
+
+
+def our_packed_prefill(step):
+    (q, k, v, out), tokens = step.flat(), step.q.shape[1]
+    lengths = step.starts, step.starts, tokens, tokens
+    return lambda: gqa.flash_attn_varlen_func(q, k, v, *lengths, 0.0, SCALE, True, out=out)
+
+
+def prefill_of_flash_attention_3(step, packed):
+    fa3, none, tokens = torch.ops._vllm_fa3_C, [None] * 3, step.q.shape[1]
+    q, k, v, out = step.flat() if packed else (step.q, step.k, step.v, step.out)
+    starts = [step.starts] * 2 if packed else [None] * 2
+    return lambda: fa3.fwd(
+        q, k, v, None, None, None, out, *starts, *none, tokens, tokens, *none, *none, *none, SCALE,
+        True, -1, -1, 0.0, True, None, 1, None, 0, None, 1, 0, None)[0]
+
+
+def prefill(options):
+    """Prints a line for each row; whether one is wrong."""
+    ours = our_packed_prefill if options.packed else our_prefill
+    functions = {"gqa": ours}
+    if options.peer:
+        peer = lambda step: prefill_of_flash_attention_3(step, options.packed)
+        functions["FlashAttention-3"] = peer
+    failed = False
+    for row in options.row or PREFILL_ROWS:
+        heads, sequences = row.split(":")
+        heads, (batch, tokens) = int(heads), map(int, sequences.split("x"))
+        first = Prefill(heads, batch, tokens)
+        count = min(timing.sets(first.k.nbytes), 8)
+        steps = [first] + [Prefill(heads, batch, tokens) for _ in range(count - 1)]
+        runs = {name: [make(step) for step in steps] for name, make in functions.items()}
+        wrong = {name: first.error(each[0]) for name, each in runs.items()}
+        medians = timing.medians(runs, options.rounds, options.replays)
+        flops = heads * batch * tokens * (tokens + 1) * (PREFILL_KEY + PREFILL_VALUE)
+        us = medians["gqa"]
+        failed |= not wrong["gqa"] < 0.03
+        print(f"{row:>15}" + "".join(
+            f"  {name} {time:8.1f} us {flops / time / 1e6:4.0f} TFLOP/s "
+            f"({time / us:.2f}, off by {wrong[name]:.1e})" for name, time in medians.items()),
+            flush=True)
+    return failed
+
+
 def error(step, run):
     """Largest difference of the first, the last and the longest sequence; NaN where a row was not
     written."""
@@ -108,11 +196,24 @@ def main():
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
     parser.add_argument("--peer", metavar="FILE", help="_vllm_fa3_C.abi3.so of vLLM's wheel")
-    parser.add_argument("--row", action="append", help=f"without one: {' '.join(ROWS)}")
+    parser.add_argument("--row", action="append", help=f"without one: {' '.join(ROWS)}; "
+                        f"with --prefill {' '.join(PREFILL_ROWS)}")
+    parser.add_argument("--prefill", action="store_true", help="keys of 192, values of 128")
+    parser.add_argument("--packed", action="store_true", help="prefill of packed sequences")
     parser.add_argument("--ragged", type=int, metavar="SEED", help="lengths differ")
     parser.add_argument("--rounds", type=timing.count, default=3)
     parser.add_argument("--replays", type=timing.count, default=5)
     options = parser.parse_args()
+    torch.manual_seed(1)
+    if options.peer:
+        torch.ops.load_library(options.peer)
+    print(torch.cuda.get_device_name(0), "torch", torch.__version__)
+    failed = prefill(options) if options.prefill else decode(options)
+    raise SystemExit("some rows are wrong" if failed else 0)
+
+
+def decode(options):
+    """Prints a line for each row; whether one is wrong."""
     functions = {"gqa": ours}
     try:
         import flash_mla as _  # noqa: F401
@@ -121,10 +222,7 @@ def main():
     except ImportError as missing:
         print(f"without FlashMLA: {missing}")
     if options.peer:
-        torch.ops.load_library(options.peer)
         functions["FlashAttention-3"] = flash_attention_3
-    print(torch.cuda.get_device_name(0), "torch", torch.__version__)
-    torch.manual_seed(1)
     failed = False
     for row in options.row or ROWS:
         heads, new, batch, keys = parsed(row)
@@ -141,7 +239,7 @@ def main():
         print(f"{row:>15} {us:8.1f} us {flops / us / 1e6:6.0f} TFLOP/s "
               f"{2 * KEY * sum(lengths) / us / 1e3:6.0f} GB/s  off by {wrong:.1e}  {peers}",
               flush=True)
-    raise SystemExit("some rows are wrong" if failed else 0)
+    return failed
 
 
 if __name__ == "__main__":
