@@ -99,6 +99,9 @@ fn forcing(entry: &Entry) -> [PlanOptions; 3] {
     [unfused, force, many_rows]
 }
 
+/// Head sizes of keys and values for a tile that no call of one size takes.
+const WIDE_KEYS: [[usize; 2]; 2] = [[192, 128], [168, 104]];
+
 /// Any call of the operators.
 fn any_call() -> BoxedStrategy<Rc<dyn Parity>> {
     fn shared<C: Parity + 'static>(case: C) -> Rc<dyn Parity> {
@@ -136,7 +139,7 @@ fn any_call() -> BoxedStrategy<Rc<dyn Parity>> {
         4 => attention_case(any_dtype(), 512, 40).prop_map(shared),
         1 => attention_case(half_dtype(), 256, 60).prop_map(AttentionCase::for_flash).prop_map(shared),
         1 => flash.prop_map(|(case, rows)| case.for_masked_flash(rows)).prop_map(shared),
-        1 => external(half_dtype(), &[[192, 128], [168, 104]], [60, 100]).prop_map(shared),
+        1 => external(half_dtype(), &WIDE_KEYS, [60, 100]).prop_map(shared),
         1 => latent_in_place(latent(&[[576, 512]], 400), &DeviceInfo::h200()).prop_map(shared),
     ].boxed()
 }

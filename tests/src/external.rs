@@ -28,6 +28,8 @@ pub struct ExternalCase {
     pub rows: usize,
     /// Keys of each sequence before its rows.
     pub past: Vec<usize>,
+    /// query_seqlens: how many of each sequence's rows are tokens.
+    pub tokens: Option<Vec<usize>>,
     /// A row does not see later keys.
     pub causal: bool,
     /// Newest keys that a row sees; in causal calls only.
@@ -60,9 +62,14 @@ pub fn external(
         prop_oneof![4 => Just(1.0f32), 1 => Just(3.0)],
     );
     let sizes = prop::sample::select(sizes.to_vec());
-    (dtype, sizes, shape, scores, any::<[bool; 3]>(), any::<u64>())
-        .prop_map(|(dtype, [size, value_size], shape, scores, flags, seed)| {
+    let padding = prop::option::weighted(0.3, prop::collection::vec(0..=most_rows, 3));
+    (dtype, sizes, shape, padding, scores, any::<[bool; 3]>(), any::<u64>())
+        .prop_map(|(dtype, [size, value_size], shape, padding, scores, flags, seed)| {
             let ((kv, group, rows, past), (window, softcap, spread)) = (shape, scores);
+            let tokens = |padding: Vec<usize>| {
+                past.iter().zip(padding).map(|(_, n)| rows - n.min(rows)).collect()
+            };
+            let tokens = padding.map(tokens);
             let [causal, head_sink, lse] = flags;
             let heads = Heads { query: kv * group, kv, size };
             let window = window.filter(|_| causal);
@@ -72,6 +79,7 @@ pub fn external(
                 value_size,
                 rows,
                 past,
+                tokens,
                 causal,
                 window,
                 softcap,
@@ -85,8 +93,15 @@ pub fn external(
 }
 
 impl ExternalCase {
+    /// Keys of each sequence.
+    fn lengths(&self) -> impl Iterator<Item = usize> {
+        let tokens = |b: usize| self.tokens.as_ref().map_or(self.rows, |tokens| tokens[b]);
+        self.past.iter().enumerate().map(move |(b, past)| past + tokens(b))
+    }
+
+    /// Rows of the tensors of keys and values.
     fn keys(&self) -> usize {
-        self.rows + self.past.iter().max().copied().unwrap_or(0)
+        self.lengths().max().unwrap_or(0).max(1)
     }
 
     fn layer(&self) -> Layer {
@@ -113,21 +128,26 @@ struct Given {
     key: Tensor,
     value: Tensor,
     lengths: Tensor,
+    tokens: Option<Tensor>,
     head_sink: Option<Tensor>,
 }
 
 impl Given {
     fn new(case: &ExternalCase, problem: &Problem) -> Self {
         let mut data = Data { dtype: case.dtype, rng: SmallRng::seed_from_u64(case.seed) };
-        let (rows, keys) = (case.rows, case.keys());
-        let held: Vec<_> =
-            case.past.iter().flat_map(|past| (0..keys).map(move |key| key < past + rows)).collect();
-        let lengths: Vec<_> = case.past.iter().map(|past| (past + rows) as i32 - 1).collect();
+        let keys = case.keys();
+        let held: Vec<_> = case.lengths().flat_map(|n| (0..keys).map(move |key| key < n)).collect();
+        let lengths: Vec<_> = case.lengths().map(|n| n as i32 - 1).collect();
+        let tokens = case.tokens.as_ref().map(|tokens| {
+            let tokens: Vec<_> = tokens.iter().map(|&n| n as i32).collect();
+            arr1(&tokens).into()
+        });
         Self {
             query: data.normal(&problem.query_shape(), case.spread),
             key: data.held_rows(&problem.key_shape(), case.spread, &held),
             value: data.held_rows(&problem.value_shape(), 1.0, &held),
             lengths: arr1(&lengths).into(),
+            tokens,
             head_sink: case.head_sink.then(|| data.normal(&[case.heads.query], 2.0)),
         }
     }
@@ -142,6 +162,7 @@ impl Given {
             .with(TensorId::Key, &self.key)
             .with(TensorId::Value, &self.value)
             .with(TensorId::SeqlensK, &self.lengths)
+            .with(TensorId::QuerySeqlens, self.tokens.as_ref())
             .with(TensorId::HeadSink, self.head_sink.as_ref());
         let mut io = Io {
             inputs,
@@ -163,8 +184,9 @@ impl Parity for ExternalCase {
     }
 
     fn problem(&self) -> Result<Problem> {
-        let shortest = self.rows + self.past.iter().min().copied().unwrap_or(0);
-        let call = External::new(self.past.len(), self.rows, self.keys()).shortest(shortest);
+        let call = External::new(self.past.len(), self.rows, self.keys());
+        let call = call.shortest(self.lengths().min().unwrap_or(0));
+        let call = if self.tokens.is_some() { call.padded() } else { call };
         let call = call.value_size(self.value_size);
         self.layer().external(if self.lse { call.log_sum_exp() } else { call })
     }

@@ -5,9 +5,9 @@ use gqa_host::backend::cpu::Cpu;
 use gqa_host::backend::sim::Sim;
 use gqa_host::plan::{DeviceInfo, PlanOptions};
 use gqa_tests::{
-    Case, any_dtype, biased_prompts, case, float8_kernels, float8_prompts, half_dtype, heads_up_to,
-    padded, parity, prompts, quantized, quantized_output, quantized_prompts, quantized_steps,
-    rotated_prompts, sliding, steps, tall_steps,
+    Case, any_dtype, biased_prompts, case, external, float8_kernels, float8_prompts, half_dtype,
+    heads_up_to, padded, parity, prompts, quantized, quantized_output, quantized_prompts,
+    quantized_steps, rotated_prompts, sliding, steps, tall_steps,
 };
 use proptest::strategy::Strategy;
 
@@ -31,6 +31,17 @@ fn as_planned() {
     }
     parity("sim, padded, quantized", 150, padded(quantized(any())), &on("h200"));
     parity("sim, v100, padded, quantized", 60, padded(quantized(any())), &on("v100"));
+}
+
+/// Given keys and values, without a cache, which calls that are not causal may have, too.
+#[test]
+fn without_a_cache() {
+    let sizes = [[64, 64], [128, 128], [72, 72], [40, 24]];
+    let cases = |most| external(any_dtype(), &sizes, most);
+    parity("cpu, external, padded", 400, cases([70, 100]), &Cpu::default());
+    for name in ["h200", "a100", "b200", "v100"] {
+        parity(&format!("sim, {name}, external, padded"), 80, cases([100, 100]), &on(name));
+    }
 }
 
 #[test]

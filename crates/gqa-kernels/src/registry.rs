@@ -184,7 +184,7 @@ macro_rules! kernels_by_head_size {
         });
     };
     (@rows $table:ident, $family:ident: $role:ident, $feature:literal, $args:tt, $communicates:literal, {
-        $(@($when:meta) $($f16:ident, $bf16:ident => $shape:ty, $min_blocks:literal $(, exact_sums: $exact:literal)? $(, value_size: $values:expr)?;)*)*
+        $(@($when:meta) $($f16:ident, $bf16:ident => $shape:ty, $min_blocks:literal $(, exact_sums: $exact:literal)? $(, value_size: $values:literal)?;)*)*
     }) => {
         kernels!($table, $family: $role, $feature, $args, { $($(
             #[cfg($when)]

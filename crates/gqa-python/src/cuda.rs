@@ -196,10 +196,13 @@ pub struct Call(Problem);
 
 #[pymethods]
 impl Call {
-    /// Attention to keys and values where they are; `values` is the head size of these.
+    /// Attention to keys and values where they are; `values` is the head size of these, and
+    /// `padded` says whether only some of a sequence's rows are tokens.
     #[staticmethod]
     #[expect(clippy::too_many_arguments, reason = "each is a number of the call")]
-    #[pyo3(signature = (sizes, batch, rows, keys, shortest, values, q, k, v, lse, bias))]
+    #[pyo3(signature = (
+        sizes, batch, rows, keys, shortest, values, padded, q, k, v, lse, bias
+    ))]
     fn external(
         sizes: Sizes,
         batch: usize,
@@ -207,6 +210,7 @@ impl Call {
         keys: usize,
         shortest: usize,
         values: usize,
+        padded: bool,
         q: Strides,
         k: Strides,
         v: Strides,
@@ -216,6 +220,7 @@ impl Call {
         let strided =
             Strided { query: strides(q), key: strides(k), value: strides(v), ..Strided::default() };
         let call = External::new(batch, rows, keys).shortest(shortest).value_size(values);
+        let call = if padded { call.padded() } else { call };
         let mut call = call.strides(strided);
         if let Some(right) = sizes.scores.behind() {
             call = call.right_window(right);

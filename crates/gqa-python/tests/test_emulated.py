@@ -111,7 +111,8 @@ class Planned:
         return out.masked_fill(none.T[..., None], 0), torch.where(none, bare, lse)
 
     def external(self, tensors):
-        batch, rows, keys, shortest, values, *strides, want_lse, declared = self.numbers
+        batch, rows, keys, shortest, values, padded, *others = self.numbers
+        *strides, want_lse, declared = others
         assert values == tensors["value"].shape[-1] == tensors["output"].shape[-1]
         given = (tensors[name] for name in ("query", "key", "value"))
         q, k, v = (in_memory(tensor, by) for tensor, by in zip(given, strides))
@@ -121,10 +122,12 @@ class Planned:
             end = min(max(last + 1, 0), keys)
             assert end >= shortest, f"{end} keys are less than {shortest}"
             own = None if bias is None else bias[b if declared[0] else 0][..., :end]
-            out, lse = self.attend(q[b], k[b, :end], v[b, :end], tensors, own)
-            tensors["output"][b] = out
+            some = int(tensors["query_seqlens"][b]) if padded else rows
+            assert 0 <= some <= rows and (some <= end or not padded), (some, rows, end)
+            out, lse = self.attend(q[b, :some], k[b, :end], v[b, :end], tensors, own)
+            tensors["output"][b, :some], tensors["output"][b, some:] = out, 0
             if want_lse:
-                tensors["lse"][b] = lse
+                tensors["lse"][b, :, :some], tensors["lse"][b, :, some:] = lse, -torch.inf
 
     def paged(self, tensors):
         _, _, (blocks, size, columns), most, longest, rope, *wanted = self.numbers

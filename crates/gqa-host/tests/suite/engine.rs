@@ -60,7 +60,7 @@ fn a_padded_chunk_is_the_operators() {
         assert_eq!(padded.phase, Phase::PaddedChunk);
     }
     let error = layer().bidirectional().dense(Dense::chunk(2, 16, 4096).padded()).unwrap_err();
-    let allowed = "none, except in causal calls over a cache that is not paged";
+    let allowed = "none, except without a cache, or in causal calls over one that is not paged";
     assert_eq!(error.to_string(), format!("query_seqlens: got one; allowed: {allowed}"));
 }
 

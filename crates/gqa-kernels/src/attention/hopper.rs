@@ -16,9 +16,9 @@
 //! each a work tile, and [`combine`](super::combine) merges their results.
 //!
 //! **Tensors**: q and out (batch, query head, S, head size), k and v (batch, KV head, capacity,
-//! head size), where the head size of v and out may be another; q, k and v each through a tensor map
-//! with any strides that are multiples of 8; out through a pointer, with 16-byte stores. lse, which
-//! may be null, is (batch, query head, S). Scales are positive.
+//! head size), where the head size of v and out may be another; q, k and v each through a tensor
+//! map with any strides that are multiples of 8; out through a pointer, with 16-byte stores. lse,
+//! which may be null, is (batch, query head, S). Scales are positive.
 //!
 //! **Shared memory**: Q tiles of 64 rows, then the K and V stages, each as 64-column chunks of
 //! 128-byte rows with the 128-byte swizzle, then the barriers, then the work tile descriptions. TMA

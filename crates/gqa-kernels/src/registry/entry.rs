@@ -258,8 +258,8 @@ pub enum Output {
 /// a quantized cache holds (`_q8` for int8 or float8, `_i4`, `_f8`) where the kernel does not take
 /// every format, `_out32` for output in float32, `_out8` in
 /// float8e4m3fn, the element type, and where one head size or more has several shapes `_d` head
-/// size, `_v` head size of narrower values, `_r` query rows, `_mma` where others of as many take `wgmma`, `_k` keys of a tile, `_w`
-/// warps, `_lse` for exact sums.
+/// size, `_v` head size of narrower values, `_r` query rows, `_mma` where others of as many take
+/// `wgmma`, `_k` keys of a tile, `_w` warps, `_lse` for exact sums.
 pub struct Entry {
     /// Literal name of the PTX symbol.
     pub name: &'static str,

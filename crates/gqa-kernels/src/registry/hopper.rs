@@ -37,7 +37,7 @@ kernels_by_head_size!(HOPPER, Hopper: Attention, "family-hopper",
     gqa_hopper_f16_d96_r128, gqa_hopper_bf16_d96_r128 => hopper::D96Short, 1;
     gqa_hopper_f16_d160, gqa_hopper_bf16_d160 => hopper::D160, 1;
     gqa_hopper_f16_d192, gqa_hopper_bf16_d192 => hopper::D192<false>, 1;
-    gqa_hopper_f16_d192_v128, gqa_hopper_bf16_d192_v128 => hopper::D192V128, 1, value_size: hopper::D192V128::VALUE_SIZE;
+    gqa_hopper_f16_d192_v128, gqa_hopper_bf16_d192_v128 => hopper::D192V128, 1, value_size: 128;
     gqa_hopper_f16_d224, gqa_hopper_bf16_d224 => hopper::D224, 1;
     gqa_hopper_f16_d256, gqa_hopper_bf16_d256 => hopper::D256<false>, 1;
 });

@@ -96,15 +96,15 @@ pub fn lengths(p: &Problem, inputs: &Tensors<TensorView<'_>>) -> Result<Vec<Leng
 }
 
 /// Checks that the tokens among batch entry `b`'s rows, of which `length` tokens are in the cache
-/// after the call, are rows, and that a cache that does not roll has the past, and room for all
-/// rows behind it.
+/// after the call, are rows, and that a cache to which they are appended, unless it rolls, has the
+/// past, and room for all rows behind it.
 fn check_tokens(p: &Problem, tokens: TensorView<'_>, b: usize, length: usize) -> Result<()> {
     let tokens = integers(TOKENS, tokens)?.get(b).copied().unwrap_or_default();
     let most = p.q_len.min(length);
-    let rolls = p.slides || p.new_len == 0;
+    let has_room = p.slides || p.new_len == 0 || p.cache == CacheBinding::External;
     let past_rows = if p.cache == CacheBinding::Shared { p.capacity } else { p.past_capacity };
-    let held = if rolls { 0 } else { length.saturating_sub(past_rows) };
-    let fitting = if rolls { 0 } else { (length + p.q_len).saturating_sub(p.capacity) };
+    let held = if has_room { 0 } else { length.saturating_sub(past_rows) };
+    let fitting = if has_room { 0 } else { (length + p.q_len).saturating_sub(p.capacity) };
     let least = held.max(fitting);
     if usize::try_from(tokens).is_ok_and(|tokens| (least..=most).contains(&tokens)) {
         return Ok(());

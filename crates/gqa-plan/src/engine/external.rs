@@ -18,6 +18,7 @@ pub struct External {
     keys: usize,
     shortest: usize,
     value_size: Option<usize>,
+    padded: bool,
     right_window: Option<usize>,
     bias: Option<ExternalBias>,
     bias_columns: Option<usize>,
@@ -41,6 +42,7 @@ impl External {
             keys,
             shortest: keys,
             value_size: None,
+            padded: false,
             right_window: None,
             bias: None,
             bias_columns: None,
@@ -58,6 +60,13 @@ impl External {
     /// queries and keys: 128 beside 192 in prefill of multi-head latent attention.
     pub const fn value_size(self, size: usize) -> Self {
         Self { value_size: Some(size), ..self }
+    }
+
+    /// The int32 tensor `query_seqlens`, of shape (batch), has how many of the rows are tokens of
+    /// each sequence, at most its keys: the rows after them are padding, whose output is 0, and the
+    /// last token has the position of the last key.
+    pub const fn padded(self) -> Self {
+        Self { padded: true, ..self }
     }
 
     /// In a bidirectional layer, a query attends to at most this many keys after its own position.
@@ -96,6 +105,7 @@ impl External {
     /// Rewrites positions as flash attention kernels know them, where that is equivalent.
     fn alignment(&self) -> (Phase, Alignment) {
         match self.rows {
+            _ if self.padded => (Phase::PaddedChunk, Alignment::Phase),
             rows if rows == self.keys && self.shortest >= rows => {
                 (Phase::FirstPrompt, Alignment::Phase)
             }

@@ -446,6 +446,8 @@ fn values_unlike_keys_take_the_tile_with_the_fewest_columns() {
     let call = of_sizes(192, 128, 2048);
     let change = |change: fn(ProblemFields) -> ProblemFields| name(&call.derive(change).unwrap());
     assert_eq!(change(|p| ProblemFields { lse: true, ..p }), "hopper_f16_d192_v128");
+    let padded = change(|p| ProblemFields { phase: Phase::PaddedChunk, ..p });
+    assert_eq!(padded, "hopper_f16_d192_v128");
     let biased = change(|p| ProblemFields { bias: bias(true, true, 2048), ..p });
     assert_eq!(biased, "hopper_masked_f16_d256");
     // No family with tiles of few rows takes them, nor one that splits keys.

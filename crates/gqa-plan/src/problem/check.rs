@@ -294,19 +294,19 @@ impl ProblemFields {
         })
     }
 
-    /// Errs where query_seqlens has no meaning: rows are counted in a cache, from its end.
+    /// Errs where query_seqlens has no meaning: rows are counted from the end of the keys.
     fn check_padded_chunk(&self) -> Result<()> {
         let counts = self.has_counted_rows();
         refuse(self.phase == Phase::PaddedChunk && !counts, "query_seqlens", || {
-            ("one", "none, except in causal calls over a cache that is not paged")
+            ("one", "none, except without a cache, or in causal calls over one that is not paged")
         })
     }
 
-    /// Whether rows are the last ones of a sequence with a cache of its own, in order.
+    /// Whether rows are the last ones of a sequence with keys of its own; in order over a cache.
     fn has_counted_rows(&self) -> bool {
-        let ordered = self.causal || self.tree_mask;
-        let own_cache = self.attends() && !self.is_external() && self.pages.is_none();
-        ordered && own_cache && self.alignment == Alignment::Phase
+        let ordered = self.causal || self.tree_mask || self.is_external();
+        let own_keys = self.attends() && self.pages.is_none();
+        ordered && own_keys && self.alignment == Alignment::Phase
     }
 
     fn check_quantized(&self) -> Result<()> {

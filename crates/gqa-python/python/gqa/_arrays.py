@@ -323,7 +323,7 @@ def _external(
         "attention_bias": mask,
         "head_sink": sinks,
     }
-    numbers = batch, rows, keys, max(shortest, 0), shape[-1], *strides, want_lse, declared
+    numbers = batch, rows, keys, max(shortest, 0), shape[-1], False, *strides, want_lse, declared
     work.run("external", q, kv_heads, scores, sinks is not None, numbers, tensors)
     return out, lse
 

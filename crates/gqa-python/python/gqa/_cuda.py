@@ -108,8 +108,13 @@ def varlen(
         return _varlen_over_blocks(q, cache, *where, scores, want_lse, step, out)
     if is_self and not want_lse and k.shape == v.shape and _suits_blocks(q, scores):
         return _over_new_blocks(q, k, v, starts[0], most[0], scores, out), None
+    if is_self and starts[0].shape[0] == 2 and q.shape[0] <= most[0] and scores.slopes is None:
+        return _alone(q, k, v, starts[0].diff(), scores, want_lse, out)
     k, v = (_fallback.padded(x, starts[1][:-1], most[1]) for x in (k, v))
-    return _padded(q, k, v, starts[0], starts[1].diff(), most[0], scores, want_lse, out=out)
+    # Rows before all keys see none of them, or there are no such rows.
+    has_places = scores.slopes is None and (is_self or scores.window[1] == 0)
+    padded = _padded_behind if has_places else _padded
+    return padded(q, k, v, starts[0], starts[1].diff(), most[0], scores, want_lse, out=out)
 
 
 def with_kvcache(
@@ -402,11 +407,13 @@ def _external(
     step: Step | None = None,
     outside: Tensor | None = None,
     out: Tensor | None = None,
+    tokens: Tensor | None = None,
 ) -> _Results:
     """Attention of q (batch, rows, heads, size) to k and v where they are.
 
     Sequences have lengths, int32 (batch), or all keys; none has less than shortest. No row sees the
-    keys outside, (batch, keys). There may be an output already.
+    keys outside, (batch, keys). There may be an output already. With tokens, int32 (batch), so many
+    of each sequence's rows, from its first on, are its last tokens, and the others padding.
     """
     batch, rows, heads, _ = q.shape
     keys, kv_heads = k.shape[1:3]
@@ -423,10 +430,11 @@ def _external(
         declared = *per, bias.dtype == torch.bool, bias.shape[3]
     shortest = keys if shortest is None else min(shortest, keys)
     strides = map(_strides_of, (q, k, v))
-    numbers = batch, rows, keys, shortest, v.shape[-1], *strides, want_lse, declared
+    sizes = batch, rows, keys, shortest, v.shape[-1]
+    numbers = *sizes, tokens is not None, *strides, want_lse, declared
     tensors: Tensors = {"query": q, "key": k, "value": v, "output": out, "lse": lse}
     tensors["seqlens_k"] = filled(q.device, batch, keys - 1) if lengths is None else lengths - 1
-    tensors |= {"attention_bias": bias, "head_sink": sinks}
+    tensors |= {"attention_bias": bias, "head_sink": sinks, "query_seqlens": tokens}
     planned = plan("external", q, kv_heads, scores, *numbers)
     run(planned, tensors)
     if step is not None:
@@ -462,6 +470,55 @@ def _padded(
     places, is_there = _fallback.places_when_padded(q.shape[0], starts, rows)
     if lse is not None:
         lse = lse.transpose(0, 1).flatten(1)[:, places].masked_fill(~is_there, -torch.inf)
+    result = result.flatten(0, 1)[places].masked_fill_(~is_there[:, None, None], 0)
+    return _fallback.put(out, result), lse
+
+
+def _alone(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor,
+    scores: Scores,
+    want_lse: bool,
+    out: Tensor | None,
+) -> _Results:
+    """Attention of one sequence, which begins with the first row, to itself: nothing is moved."""
+    given = (x[None] for x in (q, k, v))
+    made = None if out is None else out[None]
+    others = {"shortest": 0, "tokens": lengths, "out": made}
+    result, lse = _external(*given, scores, want_lse, lengths, **others)
+    if lse is not None:
+        behind = torch.arange(q.shape[0], device=q.device) >= lengths
+        lse = lse[0].masked_fill(behind, -torch.inf)
+    return result[0] if out is None else out, lse
+
+
+def _padded_behind(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts: Tensor,
+    lengths: Tensor,
+    rows: int,
+    scores: Scores,
+    want_lse: bool,
+    out: Tensor | None,
+) -> _Results:
+    """The same where rows before all keys see none: these are left out, and the others padded at
+    the right, so that the fastest kernels know their places."""
+    count = starts.diff().clamp(0, rows)
+    tokens = torch.minimum(count, lengths.clamp(0, k.shape[1]))
+    first = starts[1:] - tokens
+    padded = _fallback.padded(q, first, rows)
+    result, lse = _external(
+        padded, k, v, scores, want_lse, lengths, shortest=0, tokens=tokens
+    )
+    places, is_there = _fallback.places_from(q.shape[0], first, tokens, rows)
+    if lse is not None:
+        lse = lse.transpose(0, 1).flatten(1)[:, places].masked_fill(~is_there, -torch.inf)
+        _, is_row = _fallback.places_from(q.shape[0], starts[1:] - count, count, rows)
+        lse = torch.where(is_row, _with_sinks(lse, _sinks(scores, q)), lse)
     result = result.flatten(0, 1)[places].masked_fill_(~is_there[:, None, None], 0)
     return _fallback.put(out, result), lse
 

@@ -133,6 +133,16 @@ def places_when_padded(count: int, starts: Tensor, rows: int) -> tuple[Tensor, T
     return (sequence + 1) * rows - behind.clamp(1, rows), is_there
 
 
+def places_from(count: int, first: Tensor, tokens: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """Where each of so many rows is, once each sequence's tokens from first on are padded at the
+    right to rows; and whether it is there."""
+    row = torch.arange(count, device=first.device)
+    sequence = (torch.searchsorted(first.long(), row, right=True) - 1).clamp(min=0)
+    nth = row - first[sequence]
+    is_there = (nth >= 0) & (nth < tokens[sequence])
+    return sequence * rows + nth.clamp(0, rows - 1), is_there
+
+
 def columns(keys: int, size: int) -> int:
     """Elements of so many bytes in the vectors of 16 bytes that hold so many of them."""
     return -(-keys * size // 16) * 16 // size

@@ -79,6 +79,7 @@ class Call:
         keys: int,
         shortest: int,
         values: int,
+        padded: bool,
         q: _Strides,
         k: _Strides,
         v: _Strides,

@@ -184,8 +184,8 @@ pub(super) struct Arrival {
 
 /// A tile shape: `D` columns, `N` keys, `G` consumer warpgroups; per thread `C` registers of
 /// scores, `W` of packed P (half as many for e4m3 operands) and `O` of output, one for every two
-/// columns of V and four more if the tensor cores sum P; `M` stages of mask tiles, or 0 without a mask; whole KV ranges or
-/// `SPLITS`; K and V as elements or, with `CODES`, as quantized values.
+/// columns of V and four more if the tensor cores sum P; `M` stages of mask tiles, or 0 without a
+/// mask; whole KV ranges or `SPLITS`; K and V as elements or, with `CODES`, as quantized values.
 pub struct Hopper<
     const D: u32,
     const N: u32,
