@@ -484,10 +484,11 @@ def _alone(
     out: Tensor | None,
 ) -> _Results:
     """Attention of one sequence, which begins with the first row, to itself: nothing is moved."""
-    given = (x[None] for x in (q, k, v))
+    given = q[None], k[None], v[None]
     made = None if out is None else out[None]
-    others = {"shortest": 0, "tokens": lengths, "out": made}
-    result, lse = _external(*given, scores, want_lse, lengths, **others)
+    result, lse = _external(
+        *given, scores, want_lse, lengths, shortest=0, out=made, tokens=lengths
+    )
     if lse is not None:
         behind = torch.arange(q.shape[0], device=q.device) >= lengths
         lse = lse[0].masked_fill(behind, -torch.inf)
