@@ -83,7 +83,7 @@ const SPILLS: [(&str, &str, u32); 121] = [
     ("gqa_decode_paged_i4_d256_r16", "sm_103a", 80),
     ("gqa_decode_paged_i4_d256_r16", "sm_120a", 104),
     ("gqa_decode_paged_padded_d256_r8_w4", "sm_120a", 80),
-    ("gqa_decode_paged_q8_d128_r16_w4", "sm_80", 8),
+    ("gqa_decode_paged_q8_d128_r16_w4", "sm_80", 16),
     ("gqa_decode_paged_q8_d256_r8", "sm_80", 40),
     ("gqa_decode_paged_q8_d256_r8", "sm_89", 40),
     ("gqa_decode_paged_q8_d256_r8", "sm_90", 56),
