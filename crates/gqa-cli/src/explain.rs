@@ -1,5 +1,7 @@
 //! `gqa explain`: the plan of a call, without running it.
 
+mod values;
+
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -12,12 +14,13 @@ use serde_json::{Map, Value, json};
 use crate::options::count;
 use crate::shape::{Layer, Sizes};
 use crate::{Usage, input};
+use values::Values;
 
 /// Arguments of `gqa explain`.
 #[derive(clap::Args)]
 pub struct Args {
     /// A model file; without it the options describe the call.
-    #[arg(conflicts_with_all = ["Sizes", "Layer"])]
+    #[arg(conflicts_with_all = ["Sizes", "Layer", "Values"])]
     model: Option<PathBuf>,
     /// The model's data set: shapes come from there [default: test_data_set_0 beside the model].
     #[arg(long, requires = "model")]
@@ -38,6 +41,8 @@ pub struct Args {
     sizes: Sizes,
     #[command(flatten)]
     layer: Layer,
+    #[command(flatten)]
+    values: Values,
 }
 
 /// Prints the plan.
@@ -49,13 +54,7 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     let problem = match &args.model {
         Some(model) => from_model(model, args.data.as_deref())?,
         None if args.separate_cache => args.sizes.shape(args.layer).separate_problem()?,
-        None => {
-            let shape = args.sizes.shape(args.layer);
-            match args.tokens {
-                Some(tokens) => shape.ragged_problem(tokens as usize)?,
-                None => shape.problem()?,
-            }
-        }
+        None => described(args)?,
     };
     let plan = plan(&problem, &device, &PlanOptions::from_env()?)?;
     if args.json {
@@ -64,6 +63,18 @@ pub fn run(args: &Args) -> Result<ExitCode> {
         say!("{}", plan.explain());
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// The call that options describe, whose past and present are one tensor.
+fn described(args: &Args) -> Result<Problem> {
+    let shape = args.sizes.shape(args.layer);
+    if let Some(problem) = args.values.problem(&shape, args.tokens)? {
+        return Ok(problem);
+    }
+    match args.tokens {
+        Some(tokens) => shape.ragged_problem(tokens as usize),
+        None => shape.problem(),
+    }
 }
 
 fn from_model(path: &std::path::Path, data: Option<&std::path::Path>) -> Result<Problem> {

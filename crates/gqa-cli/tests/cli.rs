@@ -108,6 +108,7 @@ fn numbers_that_an_option_does_not_take_name_it() -> Result {
         of("explain", &sizes),
         of("explain", &["--window", "--softcap", "--scale"]),
         of("explain --block-size 16", &["--tokens"]),
+        of("explain --query-length 8", &["--latent", "--value-size"]),
         of("profile", &["--runs", "--only-launch", "--heads", "--past-length"]),
         of("demo", &["--prefill", "--decode"]),
         of("bench prefill", &["--past-length"]),
@@ -136,6 +137,34 @@ fn numbers_that_an_option_does_not_take_name_it() -> Result {
         }
     }
     refused(&words("explain --heads -5")?, 2, &["--heads: got \"-5\"; allowed: 1 to 65535 (see "]);
+    Ok(())
+}
+
+/// Calls whose values have another head size than keys, and what they cannot be.
+#[test]
+fn values_of_another_head_size_are_explained() -> Result {
+    let latent = "explain --heads 128 --head-size 576 --latent 512 --rotary interleaved";
+    let paged = format!("{latent} --block-size 64 --batch 16 --past-length 4095");
+    let prefill = "explain --heads 16 --kv-heads 16 --head-size 192 --query-length 2048";
+    for (command, printed) in [
+        (paged.as_str(), ["gqa_latent_bf16", "values are the leading 512 elements of keys"]),
+        (latent, ["general", "values are the leading 512 elements of keys"]),
+        (&format!("{prefill} --value-size 128"), ["gqa_hopper_bf16_d192_v128", "of size 128"]),
+    ] {
+        let run = words(command)?;
+        assert_eq!(run.code, Some(0), "{command}: {}", run.stderr);
+        for word in printed {
+            assert!(run.stdout.contains(word), "{word} in\n{}", run.stdout);
+        }
+    }
+    let tokens = format!("{paged} --tokens 17");
+    for (command, message) in [
+        (tokens.as_str(), "--tokens: got 17; allowed: 1 to 16"),
+        ("explain --head-size 64 --latent 128", "--latent: got 128; allowed: up to --head-size"),
+        ("explain --head-size 576 --latent 508", "--latent: got 508; allowed: "),
+    ] {
+        refused(&words(command)?, 2, &[message]);
+    }
     Ok(())
 }
 
