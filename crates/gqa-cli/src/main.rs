@@ -21,6 +21,7 @@ mod options;
 mod oracle;
 mod profile;
 mod run;
+mod selftest;
 mod shape;
 
 use std::io::ErrorKind;
@@ -55,6 +56,8 @@ enum Command {
     Profile(profile::Args),
     /// Report driver, devices and kernels, and what will be used.
     Doctor,
+    /// Compare small calls of every kind with the reference, and time them: a report to share.
+    Selftest(selftest::Args),
     /// A prefill and some decode steps of a layer of the shape of Llama 3 8B.
     Demo(demo::Args),
 }
@@ -96,6 +99,7 @@ fn run(command: Option<Command>) -> anyhow::Result<ExitCode> {
         Command::Bench(mode) => bench::run(&mode),
         Command::Profile(args) => profile::run(&args),
         Command::Doctor => doctor::run(),
+        Command::Selftest(args) => selftest::run(&args),
         Command::Demo(args) => demo::run(&args),
     }
 }

@@ -111,6 +111,7 @@ fn numbers_that_an_option_does_not_take_name_it() -> Result {
         of("explain --query-length 8", &["--latent", "--value-size"]),
         of("profile", &["--runs", "--only-launch", "--heads", "--past-length"]),
         of("demo", &["--prefill", "--decode"]),
+        of("selftest", &["--checked-rows"]),
         of("bench prefill", &["--past-length"]),
         of("bench decode", &["--query-length"]),
         of("bench prefill", &bench),
@@ -165,6 +166,20 @@ fn values_of_another_head_size_are_explained() -> Result {
     ] {
         refused(&words(command)?, 2, &[message]);
     }
+    Ok(())
+}
+
+#[test]
+fn a_selftest_writes_what_it_prints() -> Result {
+    let folder = tempfile::tempdir()?;
+    let file = folder.path().join("report.txt");
+    let calls = ["selftest", "--backend", "cpu", "--only", "64/8 x 64: 8 x 1", "--report"];
+    let run = gqa(calls.map(OsStr::new).into_iter().chain([file.as_os_str()]))?;
+    assert_eq!(run.code, Some(0), "{}", run.stderr);
+    assert!(run.stdout.contains(" ok, ") && run.stdout.ends_with("1 calls, all right\n"));
+    assert_eq!(std::fs::read_to_string(file)?, run.stdout);
+    let none = gqa(["selftest", "--only", "no such call"])?;
+    refused(&none, 2, &["--only: got \"no such call\"; allowed: "]);
     Ok(())
 }
 

@@ -33,10 +33,11 @@ use crate::shape::{Layer, Shape};
 use ceiling::Ceilings;
 use measure::measure;
 use peers::Peers;
-use provenance::Provenance;
-use record::Record;
+pub use provenance::Provenance;
+pub use record::Record;
 use report::{Failed, Report, Table};
-use sizes::{Row, Selection, Size};
+pub use sizes::Row;
+use sizes::{Selection, Size};
 
 /// What is measured.
 #[derive(clap::Subcommand)]
@@ -210,7 +211,8 @@ fn measure_all(rows: Vec<Row>, common: &Common, machine: &Machine, report: &mut 
         let (model, dtype) = (row.model.unwrap_or("layer"), DType::from(row.shape.layer.dtype));
         let call = format!("{model} {dtype} {batch} x {query_length} past {past_length}");
         bar.set_message(call.clone());
-        match one(machine, &row, common, report.ceilings.as_ref()) {
+        let (runs, checked_rows) = (common.runs as usize, common.checked_rows as usize);
+        match one(machine, &row, runs, checked_rows, report.ceilings.as_ref()) {
             Ok(record) => {
                 log(&bar, &format!("{call}: {:.1} us, {}", record.median_us, record.verdict()));
                 report.results.push(record);
@@ -233,11 +235,12 @@ fn log(bar: &ProgressBar, line: &str) {
     }
 }
 
-/// One call: measured, then checked.
-fn one(
+/// One call: measured by so many runs, then so many of its rows checked.
+pub fn one(
     machine: &Machine,
     row: &Row,
-    common: &Common,
+    runs: usize,
+    checked_rows: usize,
     ceilings: Option<&Ceilings>,
 ) -> Result<Record> {
     let (shape, mut noise) = (&row.shape, Noise::new(1));
@@ -246,10 +249,10 @@ fn one(
         Machine::Gpu(_) => shape.tensors_for_gpu(&problem, &mut noise)?,
         Machine::Host(_) => shape.tensors(&problem, &mut noise)?,
     };
-    let measured = measure(machine, &problem, &mut tensors, common.runs as usize)?;
+    let measured = measure(machine, &problem, &mut tensors, runs)?;
     let computed =
         Computed { shape, problem: &problem, tensors: &tensors, past_length: shape.past_length };
-    let sampled = computed.sample(common.checked_rows as usize, &mut noise)?;
+    let sampled = computed.sample(checked_rows, &mut noise)?;
     Ok(Record::new(row, &problem, ceilings, measured, sampled))
 }
 
