@@ -1493,6 +1493,15 @@ fn blocks_are_read_where_they_are() {
     assert_eq!(mixed, [step, "paged_append", prompt]);
 }
 
+/// Where the cache has all rows, QK-norm is for queries alone: there are no keys.
+#[test]
+fn queries_over_blocks_are_normalised_without_keys() {
+    let call = with(over_blocks(2, 3, 900), |p| (p.new_len, p.qk_norm) = (0, Some(QK_NORM)));
+    let plan = plan(&call, &device("h200"), &PlanOptions::default()).unwrap();
+    assert_eq!(plan.launches[0].entry.role, Role::QkNorm);
+    plan.launches.iter().for_each(|launch| check(&plan, launch));
+}
+
 #[test]
 fn tokens_beside_a_prompt_have_a_kernel_of_their_own() {
     let mixed = |tokens: usize| {

@@ -55,7 +55,7 @@ impl Problem {
         self.derive(|call| ProblemFields {
             batch: 1,
             q_len: tokens,
-            new_len: tokens,
+            new_len: if self.reads_pages_only() { 0 } else { tokens },
             pages: None,
             tree_mask: false,
             strided: Strided { pages: None, ..call.strided },
