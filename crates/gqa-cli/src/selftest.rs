@@ -40,6 +40,8 @@ pub struct Args {
 pub fn run(args: &Args) -> Result<ExitCode> {
     let calls = args.calls()?;
     let (machine, device) = Machine::select(args.backend)?;
+    // Whether the file can be written is to be known before minutes are spent.
+    args.write("")?;
     let mut report = Report::default();
     for (name, value) in Provenance::new(&machine, device).lines() {
         report.say(format!("{name:<21} {value}"))?;
@@ -50,9 +52,7 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     }
     report.say(String::new())?;
     report.say(report.summary(calls.len()))?;
-    if let Some(path) = &args.report {
-        fs::write(path, &report.text).with_context(|| format!("--report {}", path.display()))?;
-    }
+    args.write(&report.text)?;
     Ok(if report.bad == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
@@ -61,6 +61,12 @@ fn computed(machine: &Machine, call: &Shape, checked_rows: usize) -> Result<Reco
 }
 
 impl Args {
+    /// Writes the report's file, if there is one.
+    fn write(&self, text: &str) -> Result<()> {
+        let Some(path) = &self.report else { return Ok(()) };
+        fs::write(path, text).with_context(|| format!("--report {}", path.display()))
+    }
+
     fn calls(&self) -> Result<Vec<Shape>> {
         let mut calls = calls::calls();
         if let Some(text) = &self.only {

@@ -95,7 +95,7 @@ mod tests {
     use gqa_host::plan::{DeviceInfo, PlanOptions, plan};
     use std::collections::BTreeSet;
 
-    /// Families of which the calls take a kernel on that GPU.
+    /// The families of all kernels that the calls launch on that GPU.
     fn families(device: &str) -> BTreeSet<String> {
         let device = DeviceInfo::known(device).unwrap();
         let plans = calls().into_iter().map(|shape| {
