@@ -163,6 +163,7 @@ fn values_of_another_head_size_are_explained() -> Result {
         (tokens.as_str(), "--tokens: got 17; allowed: 1 to 16"),
         ("explain --head-size 64 --latent 128", "--latent: got 128; allowed: up to --head-size"),
         ("explain --head-size 576 --latent 508", "--latent: got 508; allowed: "),
+        ("explain --head-size 576 --latent 576 --rotary half", "--rotary: got 0; allowed: "),
     ] {
         refused(&words(command)?, 2, &[message]);
     }

@@ -10,11 +10,12 @@ use crate::options::count;
 use crate::shape::{Layer, Rotation, Shape};
 
 /// Names of the engine API's arguments, and the options that say what they are.
-const OPTIONS: [(&str, &str); 6] = [
+const OPTIONS: [(&str, &str); 7] = [
     ("heads.values", "--latent"),
     ("heads.size", "--head-size"),
     ("heads.query", "--heads"),
     ("heads.kv", "--kv-heads"),
+    ("rope.dim", "--rotary"),
     ("window", "--window"),
     ("softcap", "--softcap"),
 ];
