@@ -131,10 +131,10 @@ def our_packed_prefill(step):
     return lambda: gqa.flash_attn_varlen_func(q, k, v, *lengths, 0.0, SCALE, True, out=out)
 
 
-def prefill_of_flash_attention_3(step, packed):
+def prefill_of_flash_attention_3(step):
+    """Always of packed tensors: vLLM's build takes no others."""
     fa3, none, tokens = torch.ops._vllm_fa3_C, [None] * 3, step.q.shape[1]
-    q, k, v, out = step.flat() if packed else (step.q, step.k, step.v, step.out)
-    starts = [step.starts] * 2 if packed else [None] * 2
+    (q, k, v, out), starts = step.flat(), [step.starts] * 2
     return lambda: fa3.fwd(
         q, k, v, None, None, None, out, *starts, *none, tokens, tokens, *none, *none, *none, SCALE,
         True, -1, -1, 0.0, True, None, 1, None, 0, None, 1, 0, None)[0]
@@ -145,8 +145,7 @@ def prefill(options):
     ours = our_packed_prefill if options.packed else our_prefill
     functions = {"gqa": ours}
     if options.peer:
-        peer = lambda step: prefill_of_flash_attention_3(step, options.packed)
-        functions["FlashAttention-3"] = peer
+        functions["FlashAttention-3"] = prefill_of_flash_attention_3
     failed = False
     for row in options.row or PREFILL_ROWS:
         heads, sequences = row.split(":")
