@@ -198,8 +198,10 @@ impl Lengths for LatentCase {
 }
 
 impl LatentCase {
+    /// Scores of some calls differ so much that row maxima move from tile to tile.
     fn scale(&self) -> f32 {
-        1.3 / (self.heads.size as f32).sqrt()
+        let deviation = if self.seed % 3 == 0 { 15.0 } else { 1.3 };
+        deviation / (self.heads.size as f32).sqrt()
     }
 
     fn layer(&self) -> Layer {
