@@ -10,7 +10,7 @@ from libraries import torch
 
 if torch is not None:
     from gqa import _cuda, _flash, _launch
-    from gqa._engine import calls
+    from gqa._engine import calls, latent
 
 
 def addresses(planned, tensors):
@@ -43,8 +43,9 @@ class Gpu:
             (_flash, "_earlier", emulated.earlier),
             (_cuda, "run", emulated.run),
             (_cuda, "plan", plan),
-            (calls, "plan", recorded(plan, self.made)),
+            *((module, "plan", recorded(plan, self.made)) for module in (calls, latent)),
             (calls, "plan_for_graph", recorded(plan_for_graph, self.for_graphs)),
+            (latent, "plan_for_graph", recorded(plan_for_graph, self.for_graphs)),
             (calls, "addresses", addresses),
             (_launch, "_gpu", lambda _: emulated.Gpu()),
             (_launch, "_gqa", types.SimpleNamespace(Call=emulated.Call)),

@@ -189,6 +189,22 @@ class Planned:
                 tensors["lse"][:, written] = lse[:, :most]
 
 
+    def latent(self, tensors):
+        values, sequences, rows, (blocks, size, columns), of_query, pages = self.numbers
+        query = tokens_in_memory(tensors["query"], of_query)
+        shape = blocks, size, 1, query.shape[-1]
+        cache = in_blocks(tensors["present_key"], shape, pages)
+        starts = [rows * b for b in range(sequences + 1)]
+        assert tensors["cumulative_sequence_length"].tolist() == starts
+        output = tensors["output"].view(*query.shape[:2], values)
+        table = tensors["block_table"].view(-1, columns)
+        for b, length in enumerate(tensors["seqlens_k"].tolist()):
+            mine, row = slice(starts[b], starts[b + 1]), torch.arange(length)
+            keys = cache[table[b, row // size].long(), row % size]
+            out, lse = self.attend(query[mine], keys, keys[..., :values], tensors)
+            output[mine], tensors["lse"][:, mine] = out, lse
+
+
 def as_bytes(tensor):
     """The same memory in a type that all of torch's functions know."""
     return tensor.view(torch.uint8)
@@ -244,6 +260,7 @@ class Call:
     """What _gqa.Call is."""
 
     external = staticmethod(lambda *asked: Planned("external", *asked))
+    latent = staticmethod(lambda *asked: Planned("latent", *asked))
     paged = staticmethod(lambda *asked: Planned("paged", *asked))
 
 

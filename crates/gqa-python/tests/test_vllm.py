@@ -22,18 +22,19 @@ if torch is not None:
     from gqa._engine import ahead, calls
 
 BACKEND = "gqa.vllm._backend"
+CHOICE = "gqa.vllm._choice.Choice"
 TOLERANCE = 1e-2
 SIZE_OF_BLOCKS = 16
 
 
 @contextlib.contextmanager
-def backend(**named):
-    """The module of the backend, imported anew under a vLLM."""
+def backend(module=BACKEND, **named):
+    """A module of the backend's, imported anew under a vLLM."""
     fresh = [name for name in sys.modules if name.startswith("gqa.vllm")]
     with vllm.installed(**named), mock.patch.dict(vllm.OVERRIDES, clear=True):
         for name in fresh:
             sys.modules.pop(name)
-        yield importlib.import_module(BACKEND)
+        yield importlib.import_module(module)
 
 
 class Registration(unittest.TestCase):
@@ -57,12 +58,12 @@ class Registration(unittest.TestCase):
     def test_a_release_whose_names_are_fixed(self):
         name, overrides = self.registered()
         self.assertEqual(name, "CUSTOM")
-        self.assertEqual(overrides, {vllm.Backends.CUSTOM: f"{BACKEND}.Backend"})
+        self.assertEqual(overrides, {vllm.Backends.CUSTOM: CHOICE})
 
     def test_a_release_that_takes_names(self):
         name, overrides = self.registered(backends=vllm.NewerBackends)
         self.assertEqual((name, overrides), ("GQA", {}))
-        self.assertEqual(vllm.NewerBackends["GQA"].value, f"{BACKEND}.Backend")
+        self.assertEqual(vllm.NewerBackends["GQA"].value, CHOICE)
 
     def test_another_packages_backend_stays(self):
         with vllm.installed(), mock.patch.dict(vllm.OVERRIDES, clear=True):

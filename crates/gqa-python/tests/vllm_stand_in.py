@@ -43,8 +43,29 @@ class AttentionBackend(abc.ABC):
     )
 
     @classmethod
-    def supports_mla(cls):
+    def full_cls_name(cls):
+        return cls.__module__, cls.__qualname__
+
+    @classmethod
+    def is_mla(cls):
         return False
+
+    @classmethod
+    def validate_configuration(cls, device_capability, head_size, dtype, kv_cache_dtype, **asked):
+        """Some of vLLM's reasons."""
+        reasons = {
+            "head_size not supported": not cls.supports_head_size(head_size),
+            "kv_cache_dtype not supported": kv_cache_dtype not in cls.supported_kv_cache_dtypes,
+            "MLA not supported": asked["use_mla"] != cls.is_mla(),
+            "sparse not supported": asked["use_sparse"],
+            "compute capability": not cls.supports_compute_capability(device_capability),
+        }
+        of_all = cls.supports_combination(head_size, dtype, kv_cache_dtype, **asked)
+        return [reason for reason, holds in reasons.items() if holds] + [of_all] * bool(of_all)
+
+    @classmethod
+    def supports_head_size(cls, head_size):
+        return head_size in cls.get_supported_head_sizes()
 
 
 class AttentionMetadataBuilder(abc.ABC, Generic[_M]):
@@ -121,8 +142,8 @@ def get_dcp_local_seq_lens(lengths, ranks, rank, unit):
     return turns * unit + (rest - rank * unit).clamp(0, unit)
 
 
-def installed(version="0.26.0", backends=Backends):
-    """While it lasts, `import vllm` finds this."""
+def installed(version="0.26.0", backends=Backends, others=None):
+    """While it lasts, `import vllm` finds this, with other modules by their names."""
     modules = {
         "vllm": {"__version__": version},
         "vllm._custom_ops": {"reshape_and_cache_flash": reshape_and_cache_flash},
@@ -151,6 +172,7 @@ def installed(version="0.26.0", backends=Backends):
         "vllm.v1.attention.ops.common": {
             "cp_lse_ag_out_rs": lambda *given, **named: COMBINE(*given, **named)
         },
+        **(others or {}),
     }
     made = {name: types.ModuleType(name) for name in modules}
     for name, contents in modules.items():

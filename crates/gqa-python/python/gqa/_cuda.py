@@ -168,21 +168,36 @@ def latent(
     if out.numel() == 0 or cache.numel() == 0:
         return out.zero_(), lse.fill_(-torch.inf).view(heads, batch, rows).transpose(0, 1)
     q, cache = _readable(q.reshape(batch * rows, heads, size)), _readable(cache)
+    run(
+        plan(*_asked_of_latent(q, cache, table, values, rows, scores)),
+        _tensors_of_latent(q, cache, table, lengths, rows, (out, lse)),
+    )
+    return out, lse.view(heads, batch, rows).transpose(0, 1)
+
+
+def _asked_of_latent(
+    q: Tensor, cache: Tensor, table: Tensor, values: int, rows: int, scores: Scores
+) -> tuple[Any, ...]:
+    """What the planner is told of a latent call, whose q is (sequences * rows, heads, size)."""
     strides = None if q.is_contiguous() else (0, q.stride(0), q.stride(1))
     sizes = cache.shape[0], cache.shape[1], table.shape[1]
-    numbers = values, batch, rows, sizes, strides, _strides_of(cache)
-    planned = plan("latent", q, 1, scores, *numbers)
-    tensors: Tensors = {
+    numbers = values, q.shape[0] // rows, rows, sizes, strides, _strides_of(cache)
+    return "latent", q, 1, scores, *numbers
+
+
+def _tensors_of_latent(
+    q: Tensor, cache: Tensor, table: Tensor, lengths: Tensor, rows: int, made: tuple[Tensor, Tensor]
+) -> Tensors:
+    """Its tensors, of which the output and log-sum-exps are made."""
+    return {
         "query": q,
         "present_key": cache,
-        "output": out,
-        "lse": lse,
+        "output": made[0],
+        "lse": made[1],
         "seqlens_k": lengths,
         "block_table": table,
-        "cumulative_sequence_length": rising(q.device, batch + 1, rows),
+        "cumulative_sequence_length": rising(q.device, lengths.shape[0] + 1, rows),
     }
-    run(planned, tensors)
-    return out, lse.view(heads, batch, rows).transpose(0, 1)
 
 
 def merge(outputs: list[Any], log_sum_exps: list[Any]) -> tuple[Tensor, Tensor]:
@@ -265,10 +280,14 @@ def _aligned(tensor: Tensor) -> Tensor:
 
 def _readable(tensor: Tensor) -> Tensor:
     """The tensor where kernels can read its strides, or else a contiguous copy."""
+    return tensor if _is_readable(tensor) else _aligned(tensor)
+
+
+def _is_readable(tensor: Tensor) -> bool:
     size = tensor.element_size()
     moves = [stride for n, stride in zip(tensor.shape[:-1], tensor.stride()) if n > 1]
     aligned = all(stride * size % 16 == 0 for stride in moves) and tensor.data_ptr() % 16 == 0
-    return tensor if aligned and tensor.stride(-1) == 1 else _aligned(tensor)
+    return aligned and tensor.stride(-1) == 1
 
 
 def _strides_of(tensor: Tensor) -> tuple[int, ...] | None:

@@ -15,9 +15,8 @@ from gqa._quantized import Cache
 # Of scratch memory, if one sequence does not need more.
 MOST_SCRATCH = 256 << 20
 _LEAST_BOUND = 128
-# What each layer has of its own in a plan.
-_OF_LAYER = "query", "output", "present_key", "present_value"
-_OTHERS_OF_LAYER = "k_scale", "v_scale", "head_sink"
+# What each layer has of its own in a plan, in the order in which a call is told of it.
+_OF_LAYER = "query", "output", "present_key", "present_value", "k_scale", "v_scale", "head_sink"
 
 
 @dataclass
@@ -83,14 +82,13 @@ class Part:
     addresses: list[int]
     # Places of the layer's in those.
     of_layer: list[int]
-    others: list[int]
     # Bytes from the first row of the query and of the output to the part's.
     query: int
     output: int
     workspace: int
     counters: int
     # Of the memory of those that no layer has.
-    owners: tuple[Optional[Tensor], ...]
+    owners: tuple[Any, ...]
 
 
 class Call:
@@ -108,16 +106,14 @@ class Call:
         return query.stride() == self.strides and self.place in (None, place(stream))
 
     def launch(
-        self, query: int, output: int, pair: tuple[int, int], others: Sequence[int], stream: int
+        self, query: int, output: int, cache: Sequence[int], others: Sequence[int], stream: int
     ) -> None:
         """Puts it into the stream, with addresses of a layer's query and output, of its keys and
-        values, and of what else of a layer the plan has."""
+        values, or of the tensor that has both, and of what else of a layer the plan has."""
         for part in self.parts:
             addresses = part.addresses
-            q, out, keys, values = part.of_layer
-            addresses[q], addresses[out] = query + part.query, output + part.output
-            addresses[keys], addresses[values] = pair
-            for where, address in zip(part.others, others):
+            of_layer = query + part.query, output + part.output, *cache, *others
+            for where, address in zip(part.of_layer, of_layer):
                 addresses[where] = address
             part.planned.plan.enqueue(addresses, part.workspace, part.counters, stream)
 
@@ -207,19 +203,28 @@ def _part(
         "cumulative_sequence_length": call.starts,
         "block_table": call.table,
     }
-    workspace = _launch._workspace(planned, query.device)
-    counters = _launch._counters_of(planned, query.device, stream)
-    names = planned.tensors
+    pairs = (query, given.query), (output, given.output)
+    behind = [part.data_ptr() - whole.data_ptr() for part, whole in pairs]
+    return part_of(planned, tensors, stream, *behind)
+
+
+def part_of(
+    planned: Planned, tensors: _launch.Tensors, stream: int, query: int = 0, output: int = 0
+) -> Part:
+    """A plan with its tensors, whose query and output begin so many bytes behind a layer's."""
+    device, names = tensors["query"].device, planned.tensors
+    workspace = _launch._workspace(planned, device)
+    counters = _launch._counters_of(planned, device, stream)
+    shared = [tensors[name] for name in names if name not in _OF_LAYER]
     return Part(
         planned,
         addresses(planned, tensors),
-        [names.index(name) for name in _OF_LAYER],
-        [names.index(name) for name in _OTHERS_OF_LAYER if name in names],
-        query.data_ptr() - given.query.data_ptr(),
-        output.data_ptr() - given.output.data_ptr(),
+        [names.index(name) for name in _OF_LAYER if name in names],
+        query,
+        output,
         _launch._address(workspace),
         _launch._address(counters),
-        (workspace, counters, call.starts, call.lengths, call.table),
+        (workspace, counters, *shared),
     )
 
 

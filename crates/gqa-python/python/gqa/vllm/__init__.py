@@ -8,7 +8,7 @@ from typing import Any
 
 # Releases whose interface was tried.
 SUPPORTED = ("0.26",)
-BACKEND = "gqa.vllm._backend.Backend"
+BACKEND = "gqa.vllm._choice.Choice"
 _NAME = "GQA"
 
 
