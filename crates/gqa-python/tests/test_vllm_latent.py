@@ -7,11 +7,16 @@ from unittest import mock
 
 import emulated_engine
 import numpy as np
+import test_emulated as emulated
 import vllm_latent_stand_in as stand_in
 import vllm_stand_in as vllm
 from definition import attention
 from libraries import torch
 from test_vllm import Batch, backend, metadata
+
+if torch is not None:
+    from gqa import _launch
+    from gqa._engine import ahead, latent
 
 CHOICE, LATENT = "gqa.vllm._choice", "gqa.vllm._latent"
 SIZE, VALUES, BLOCK = 576, 512, 64
@@ -184,7 +189,12 @@ class Prompts(unittest.TestCase):
         self.addCleanup(stack.close)
         self.module = stack.enter_context(backend_of_latent())
         self.gpu = stack.enter_context(emulated_engine.Gpu())
-        self.prefill = self.module.Prefill(SCALE)
+        self.prefill = self.module.Prefill(2, SCALE)
+
+    def builder(self, kind, begin=lambda *_: None):
+        spec = types.SimpleNamespace(dtype=torch.bfloat16)
+        with mock.patch.object(latent, "begin", begin):
+            return kind(spec, ["layer"], configured(prefill=self.prefill), torch.device("cpu"))
 
     def prepared(self, rows, contexts=None, decodes=0, builds=True):
         """A step with decode steps before prompts; where it is another package's builder's, the
@@ -202,8 +212,7 @@ class Prompts(unittest.TestCase):
         kind = self.module.LatentMetadataBuilder if builds else stand_in.MetadataBuilder
         if not builds:
             kind = type("Other", (kind,), {"_build_decode": lambda *_: None})
-        builder = kind(None, ["layer"], configured(prefill=self.prefill), torch.device("cpu"))
-        builder.build(0, told)
+        self.builder(kind).build(0, told)
 
     def tensors(self, rows, keys, size=192, values=128, heads=2):
         """Values are a slice of a projection, as vLLM has them."""
@@ -255,6 +264,15 @@ class Prompts(unittest.TestCase):
         self.assertEqual([x.plan.numbers[:3] for x in made], [(3, 64, 64), (1, 9, 9), (2, 64, 64)])
         for one in made:
             self.assertEqual(one.plan.call.kernels("h200"), ["gqa_hopper_bf16_d192_v128"])
+
+    def test_kernels_are_compiled_while_the_engine_starts(self):
+        begun, begins = [], latent.begin
+        with mock.patch.object(ahead, "plan", _launch._of_call(emulated.planned)):
+            kind, record = self.module.LatentMetadataBuilder, lambda *of: begun.append(begins(*of))
+            self.builder(kind, record)
+            made = [future.result().plan.call for future in begun[0]]
+        wanted = {"gqa_hopper_bf16_d192_v128", "gqa_latent_bf16", "gqa_latent_merge_bf16"}
+        self.assertEqual({name for call in made for name in call.kernels("h200")}, wanted)
 
     def test_what_is_refused(self):
         self.prepared([5])

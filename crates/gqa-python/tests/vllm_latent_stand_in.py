@@ -31,8 +31,9 @@ class PrefillBackends(enum.Enum):
 class Prefill:
     """A layer's, which a builder has a clone of."""
 
-    def __init__(self, scale):
-        self.scale = scale
+    def __init__(self, num_heads, scale):
+        self.num_heads, self.scale = num_heads, scale
+        self.qk_nope_head_dim, self.qk_rope_head_dim, self.v_head_dim = 128, 64, 128
 
     def prepare_metadata(self, prefill_metadata):
         self._prefill_metadata = prefill_metadata

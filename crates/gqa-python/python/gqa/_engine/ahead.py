@@ -1,7 +1,8 @@
-"""Kernels of later steps, compiled by threads when the first step outside of a graph begins."""
+"""Kernels of later steps, compiled by threads when the first step outside of a graph begins, or
+while an engine starts."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -25,12 +26,17 @@ def begin(asked: tuple[Any, ...], most: Limits) -> list[Future[Planned]]:
     kind, query, kv_heads, scores, _, _, pages, _, _, *wanted, _ = asked
     # Its memory is not kept meanwhile.
     like = query.new_empty(0, *query.shape[1:])
+    return planned(
+        (kind, like, kv_heads, scores, *two, pages, *bounds, *wanted, False)
+        for *two, bounds in _steps(most)
+    )
+
+
+def planned(calls: Iterable[tuple[Any, ...]]) -> list[Future[Planned]]:
+    """Has threads plan calls, which are what the planner is asked."""
     pool = ThreadPoolExecutor(_THREADS, "gqa-ahead")
     try:
-        return [
-            pool.submit(plan, kind, like, kv_heads, scores, *two, pages, *bounds, *wanted, False)
-            for *two, bounds in _steps(most)
-        ]
+        return [pool.submit(plan, *asked) for asked in calls]
     finally:
         pool.shutdown(wait=False)
 

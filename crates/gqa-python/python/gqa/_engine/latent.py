@@ -7,10 +7,27 @@ import torch
 from torch import Tensor
 
 from gqa import _cuda
+from gqa._engine import ahead
 from gqa._engine.calls import Call, part_of
 from gqa._errors import invalid
 from gqa._flash import Scores
 from gqa._launch import plan, plan_for_graph
+
+
+# Of the call for which kernels are compiled ahead: enough keys for splits, and enough rows.
+_KEYS, _ROWS = 16384, 1024
+
+
+class Layer(NamedTuple):
+    """Sizes of a layer: of a cached row and its value, of expanded keys and values, and the scale
+    of scores."""
+
+    heads: int
+    size: int
+    values: int
+    expanded: int
+    expanded_values: int
+    scale: float
 
 
 class Given(NamedTuple):
@@ -46,3 +63,16 @@ def prepared(step: Any, given: Given, stream: int) -> Planned:
     planned = (plan_for_graph if captures else plan)(*asked)
     tensors = _cuda._tensors_of_latent(query, cache, table, lengths, step.rows, (output, lse))
     return Planned(Call([part_of(planned, tensors, stream)], query.stride(), stream), lse)
+
+
+def begin(layer: Layer, block_size: int, dtype: torch.dtype, device: torch.device) -> Any:
+    """Has threads compile the kernels of a layer's decode steps and prefill."""
+    scores = Scores(layer.scale, 0.0, (-1, 0), None, None)
+    query = torch.empty((1, layer.heads, layer.size), dtype=dtype, device=device)
+    cache = torch.empty((1, block_size, 1, layer.size), dtype=dtype, device=device)
+    table = torch.empty((1, _KEYS // block_size), dtype=torch.int32, device=device)
+    decode = _cuda._asked_of_latent(query, cache, table, layer.values, 1, scores)
+    sizes = 1, _ROWS, _ROWS, _ROWS, layer.expanded_values
+    expanded = query[..., : layer.expanded], layer.heads, scores, *sizes
+    prefill = "external", *expanded, False, None, None, None, True, None
+    return ahead.planned([prefill, decode])

@@ -33,6 +33,8 @@ from gqa.vllm._prefill import Prefill, fits
 
 # Channels of a cached row, and those that are its value.
 _SIZE, _VALUES = 576, 512
+# Rows of a block, and of the kernel's tiles, each of which is one copy then.
+_BLOCK = 64
 _FLOAT8 = "a latent KV cache has the model's type, float16 or bfloat16: float8 is not supported"
 _PREFILL = "gqa.vllm._prefill.Prefill"
 
@@ -58,8 +60,7 @@ class LatentBackend(MLACommonBackend):
 
     @staticmethod
     def get_supported_kernel_block_sizes() -> list[int]:
-        # Rows of a tile, which is one copy then.
-        return [64]
+        return [_BLOCK]
 
     @staticmethod
     def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
@@ -104,6 +105,16 @@ class LatentMetadataBuilder(MLACommonMetadataBuilder):
     _cudagraph_support: ClassVar[Any] = AttentionCGSupport.UNIFORM_BATCH
     # Of speculative decoding. Batches with other numbers of drafts are prefill to vLLM.
     query_len_support: ClassVar[Any] = QueryLenSupport.UNIFORM
+
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        prefill = self._prefill_backend
+        if isinstance(prefill, Prefill):
+            expanded = prefill.qk_nope_head_dim + prefill.qk_rope_head_dim, prefill.v_head_dim
+            layer = latent.Layer(prefill.num_heads, _SIZE, _VALUES, *expanded, prefill.scale)
+            latent.begin(layer, _BLOCK, kv_cache_spec.dtype, device)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
