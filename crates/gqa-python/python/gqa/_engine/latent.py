@@ -13,7 +13,6 @@ from gqa._errors import invalid
 from gqa._flash import Scores
 from gqa._launch import plan, plan_for_graph
 
-
 # Of the call for which kernels are compiled ahead: enough keys for splits, and enough rows.
 _KEYS, _ROWS = 16384, 1024
 

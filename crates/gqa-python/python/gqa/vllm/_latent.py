@@ -168,15 +168,12 @@ class LatentImpl(MLACommonImpl):
         kv_sharing_target_layer_name: Optional[str],
         **of_latent: Any,
     ) -> None:
-        refused = {
-            "alibi_slopes": alibi_slopes,
-            "sliding_window": sliding_window,
-            "logits_soft_cap": logits_soft_cap,
-            "kv_sharing_target_layer_name": kv_sharing_target_layer_name,
-        }
-        for argument, given in refused.items():
-            if given is not None:
-                raise invalid(argument, given, "None in an MLA layer")
+        _check_plain(
+            alibi_slopes=alibi_slopes,
+            sliding_window=sliding_window,
+            logits_soft_cap=logits_soft_cap,
+            kv_sharing_target_layer_name=kv_sharing_target_layer_name,
+        )
         if attn_type != AttentionType.DECODER:
             raise invalid("attn_type", attn_type, "decoder in an MLA layer")
         if kv_cache_dtype.startswith("fp8"):
@@ -219,6 +216,13 @@ class LatentImpl(MLACommonImpl):
             return output, None
         # vLLM has log-sum-exps of (rows, heads).
         return output, found.lse.transpose(0, 1).contiguous()
+
+
+def _check_plain(**named: Any) -> None:
+    """Errs where a layer has what changes scores or shares a cache."""
+    for argument, given in named.items():
+        if given is not None:
+            raise invalid(argument, given, "None in an MLA layer")
 
 
 def _choose_prefill() -> None:
