@@ -1,5 +1,7 @@
 """FlashMLA's functions, against attention in float64."""
 
+from unittest import mock
+
 import numpy as np
 import pytest
 
@@ -74,6 +76,25 @@ def test_a_gpu(dtype, heads, rows, causal, block_size):
     tolerance = 1e-4 if dtype == torch.float32 else 3e-2
     np.testing.assert_allclose(out.float().cpu(), wanted[0], atol=tolerance, rtol=tolerance)
     np.testing.assert_allclose(lse.cpu(), wanted[1], atol=1e-2, rtol=1e-3)
+
+
+@pytest.mark.skipif(torch is None, reason="no torch")
+@pytest.mark.parametrize("rows, causal", [(1, False), (2, True), (3, False)])
+def test_a_gpu_that_is_emulated(rows, causal):
+    """The same calls as on a GPU, with torch on the CPU in place of the kernels."""
+    import emulated_engine
+
+    from gqa import _cuda, _mla
+
+    *numbers, table, lengths = drawn(576, rows)
+    given = [torch.from_numpy(x).bfloat16() for x in numbers]
+    places = torch.from_numpy(table), torch.from_numpy(lengths)
+    with emulated_engine.Gpu(), mock.patch.object(_mla, "backend", lambda q: _cuda):
+        named = {"softmax_scale": SCALE, "causal": causal}
+        out, lse = gqa.flash_mla_with_kvcache(*given, *places, 512, **named)
+    wanted = expected(*(x.float().numpy() for x in given), table, lengths, 512, causal)
+    np.testing.assert_allclose(out.float(), wanted[0], atol=3e-2, rtol=3e-2)
+    np.testing.assert_allclose(lse, wanted[1], atol=1e-2, rtol=1e-3)
 
 
 def test_errors_name_arguments():
