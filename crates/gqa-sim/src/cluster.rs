@@ -186,6 +186,11 @@ fn locate(block: &Block, address: u32) -> Checked<(Option<u32>, u32)> {
     }
 }
 
+/// An address of the CTA of that rank, in the cluster's window.
+pub(crate) fn address_of(rank: u32, address: u32) -> u32 {
+    ((rank + 1) << RANK_SHIFT) | address
+}
+
 /// The clocks of the running CTA, and the CTA of that rank, if the running thread may access
 /// it.
 fn reach(block: &mut Block, rank: u32) -> Checked<(&mut Clocks, &mut Block)> {
@@ -307,7 +312,7 @@ pub fn peer_address(address: u32, rank: u32) -> u32 {
         if rank >= size {
             return misuse(block, format!("rank {rank} of a cluster of {size}"));
         }
-        Ok((rank + 1) << RANK_SHIFT | address)
+        Ok(address_of(rank, address))
     })
 }
 

@@ -24,12 +24,13 @@ pub use crate::global::Global;
 pub use crate::hopper::{
     CachePolicy, TensorMap, bulk_commit, bulk_load, bulk_load_hinted, bulk_wait_read, evict_first,
     evict_last, fence_mbarrier_init, fence_proxy_async, mbarrier_arrive, mbarrier_arrive_expect,
-    mbarrier_arrive_expect_peer, mbarrier_arrive_peer, mbarrier_init, mbarrier_test, mbarrier_wait,
-    mbarrier_wait_cluster, mbarrier_wait_unless, named_barrier_arrive, named_barrier_sync,
-    prefetch_tensor_map, registers_lower, registers_raise, st_async, st_async_vec, st_async_vec2,
-    tma_load, tma_store, wgmma_add_bf16, wgmma_add_e4m3, wgmma_add_f16, wgmma_bf16, wgmma_commit,
-    wgmma_e4m3, wgmma_f16, wgmma_fence, wgmma_k_major_bf16, wgmma_k_major_f16,
-    wgmma_registers_bf16, wgmma_registers_e4m3, wgmma_registers_f16, wgmma_wait,
+    mbarrier_arrive_expect_peer, mbarrier_arrive_peer, mbarrier_arrive_peer_after_reads,
+    mbarrier_init, mbarrier_test, mbarrier_wait, mbarrier_wait_cluster, mbarrier_wait_unless,
+    named_barrier_arrive, named_barrier_sync, prefetch_tensor_map, registers_lower,
+    registers_raise, st_async, st_async_vec, st_async_vec2, tma_load, tma_load_multicast,
+    tma_store, wgmma_add_bf16, wgmma_add_e4m3, wgmma_add_f16, wgmma_bf16, wgmma_commit, wgmma_e4m3,
+    wgmma_f16, wgmma_fence, wgmma_k_major_bf16, wgmma_k_major_f16, wgmma_registers_bf16,
+    wgmma_registers_e4m3, wgmma_registers_f16, wgmma_wait,
 };
 pub use crate::matrix::{
     ldmatrix_x2, ldmatrix_x2_trans, ldmatrix_x4, ldmatrix_x4_trans, mma_m16n8k8_tf32,

@@ -153,14 +153,34 @@ pub(super) fn begin_store(
     thread: u32,
     address: u32,
 ) -> Checked<Stamp> {
-    let barrier = find_in(other, clocks, thread, address)?;
+    find_in(other, clocks, thread, address)?;
+    begin_remote(other, clocks, thread, address)
+}
+
+/// As [`begin_store`], for a copy of the TMA. Threads that wait for it need not acquire what peers
+/// did.
+pub(super) fn begin_multicast(
+    other: &mut Block,
+    clocks: &Clocks,
+    thread: u32,
+    address: u32,
+) -> Checked<Stamp> {
+    let Some(barrier) = other.hopper.mbarriers.get_mut(&address) else {
+        return refuse(thread, address, "not initialised in that block");
+    };
+    barrier.check_known(clocks, thread, address)?;
+    begin_remote(other, clocks, thread, address)
+}
+
+fn begin_remote(other: &mut Block, clocks: &Clocks, thread: u32, address: u32) -> Checked<Stamp> {
+    let barrier = other.hopper.mbarriers.get_mut(&address).expect("just found");
     if !barrier.is_fenced(clocks, thread) {
-        return refuse(thread, address, "st_async without a fence_mbarrier_init before");
+        return refuse(thread, address, "a remote copy without a fence_mbarrier_init before");
     }
     let earlier = barrier.phases.checked_sub(1);
     let earlier = earlier.map(|time| Stamp { agent: barrier.agent, time, ..barrier.initialised });
     if earlier.is_some_and(|phase| !clocks.sees(thread, phase)) {
-        let what = "st_async that is not ordered after the completion of the previous phase";
+        let what = "a remote copy not ordered after the completion of the previous phase";
         return refuse(thread, address, what);
     }
     Ok(barrier.expect())
@@ -335,6 +355,11 @@ pub fn mbarrier_arrive_expect(address: u32, bytes: u32) {
 /// there.
 pub fn mbarrier_arrive_peer(address: u32) {
     block::checked(|block| arrive_peer(block, address, 0));
+}
+
+/// As [`mbarrier_arrive_peer`], but releases only reads. Writes are not told apart here.
+pub fn mbarrier_arrive_peer_after_reads(address: u32) {
+    mbarrier_arrive_peer(address);
 }
 
 /// As [`mbarrier_arrive_peer`], and adds `bytes` to the bytes that the phase expects.

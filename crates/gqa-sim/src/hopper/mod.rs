@@ -11,8 +11,8 @@ mod warpgroup;
 
 pub use mbarrier::{
     fence_mbarrier_init, mbarrier_arrive, mbarrier_arrive_expect, mbarrier_arrive_expect_peer,
-    mbarrier_arrive_peer, mbarrier_init, mbarrier_test, mbarrier_wait, mbarrier_wait_cluster,
-    mbarrier_wait_unless,
+    mbarrier_arrive_peer, mbarrier_arrive_peer_after_reads, mbarrier_init, mbarrier_test,
+    mbarrier_wait, mbarrier_wait_cluster, mbarrier_wait_unless,
 };
 pub use named_barrier::{named_barrier_arrive, named_barrier_sync};
 pub use registers::{registers_lower, registers_raise};
@@ -20,7 +20,7 @@ pub use tensor::{Swizzle, TensorLayout};
 pub use tma::{
     CachePolicy, TensorMap, bulk_commit, bulk_load, bulk_load_hinted, bulk_wait_read, evict_first,
     evict_last, fence_proxy_async, prefetch_tensor_map, st_async, st_async_vec, st_async_vec2,
-    tma_load, tma_store,
+    tma_load, tma_load_multicast, tma_store,
 };
 pub use warpgroup::{
     wgmma_add_bf16, wgmma_add_e4m3, wgmma_add_f16, wgmma_bf16, wgmma_commit, wgmma_e4m3, wgmma_f16,

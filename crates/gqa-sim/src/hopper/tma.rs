@@ -165,6 +165,29 @@ fn land_bytes(
     Ok(bytes)
 }
 
+/// Starts a copy of a box to the CTA of that rank.
+fn start_multicast(block: &mut Block, rank: u32, load: Load) -> Checked {
+    let Source::Box { map, .. } = load.source else {
+        unreachable!("boxes alone are multicast");
+    };
+    let (_, layout) = tensor(block, map)?;
+    check_place(block, &layout, load.destination)?;
+    let bytes = layout.tile_bytes();
+    let cluster = block.membership.cluster.clone();
+    match cluster::reach_address(block, cluster::address_of(rank, load.destination))? {
+        Reached::Own(block, _) => start_load(block, load)?,
+        Reached::Other { clocks, other, .. } => {
+            let write = mbarrier::begin_multicast(other, clocks, load.thread, load.barrier)?;
+            let touch = Touch::by(load.thread, Kind::Load(write));
+            other.shared.touch_peer(clocks, (load.destination, bytes), &touch)?;
+            other.hopper.loads.push(load);
+            other.woken = true;
+            cluster.woken.set(true);
+        }
+    }
+    Ok(())
+}
+
 fn bulk_source(block: &Block, argument: u32) -> Checked<&Buffer> {
     let thread = block.who.thread;
     let null = || Box::new(FaultKind::NullPointer { thread, argument });
@@ -322,6 +345,25 @@ pub fn tma_load(destination: u32, map: TensorMap, coordinates: [u32; 4], barrier
         let thread = block.who.thread;
         let source = Source::Box { map, coordinates };
         start_load(block, Load { thread, destination, source, barrier })
+    });
+}
+
+/// As [`tma_load`] to the same address of every CTA of the cluster whose bit is in `mask`, which
+/// completes on the barrier at the same address of that CTA.
+pub fn tma_load_multicast(
+    destination: u32,
+    map: TensorMap,
+    coordinates: [u32; 4],
+    barrier: u32,
+    mask: u16,
+) {
+    block::checked(|block| {
+        for rank in (0..u16::BITS).filter(|rank| mask >> rank & 1 != 0) {
+            let thread = block.who.thread;
+            let source = Source::Box { map, coordinates };
+            start_multicast(block, rank, Load { thread, destination, source, barrier })?;
+        }
+        Ok(())
     });
 }
 

@@ -8,4 +8,5 @@ mod hopper;
 mod hopper_faults;
 mod instructions;
 mod mailboxes;
+mod multicast;
 mod schedule;

@@ -80,6 +80,16 @@ pub fn mbarrier_arrive_peer(address: u32) {
     }
 }
 
+/// [`mbarrier_arrive_peer`] of a thread that has read: it releases no writes to peers, and so needs
+/// no fence of the whole GPU.
+#[inline(always)]
+pub fn mbarrier_arrive_peer_after_reads(address: u32) {
+    // SAFETY: as above.
+    unsafe {
+        asm!("mbarrier.arrive.shared::cluster.b64 _, [{}];", in(reg32) address, options(nostack))
+    }
+}
+
 /// [`mbarrier_arrive_peer`] that also adds `bytes` to the bytes that the phase expects.
 #[inline(always)]
 pub fn mbarrier_arrive_expect_peer(address: u32, bytes: u32) {

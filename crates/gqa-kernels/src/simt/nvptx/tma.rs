@@ -71,6 +71,25 @@ pub fn tma_load(destination: u32, map: TensorMap, coordinates: [u32; 4], barrier
     }
 }
 
+/// As [`tma_load`] to the same address of every CTA of the cluster whose bit is in `mask`, which
+/// completes on the barrier at the same address of that CTA.
+#[inline(always)]
+pub fn tma_load_multicast(
+    destination: u32,
+    map: TensorMap,
+    coordinates: [u32; 4],
+    barrier: u32,
+    mask: u16,
+) {
+    let [x, y, z, w] = coordinates;
+    // SAFETY: as above, in each of these CTAs.
+    unsafe {
+        asm!("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [{}], [{}, {{{}, {}, {}, {}}}], [{}], {};",
+            in(reg32) destination, in(reg64) map.0, in(reg32) x, in(reg32) y, in(reg32) z, in(reg32) w,
+            in(reg32) barrier, in(reg16) mask, options(nostack))
+    }
+}
+
 /// Starts copying a box from shared memory to the tensor; elements outside the tensor are not
 /// written.
 #[inline(always)]
