@@ -5,7 +5,7 @@ use crate::{
     AttentionCase, Case, Parity, any_dtype, attention_case, biased_prompts, case, external,
     float8_prompts, half_dtype, heads_up_to, latent, latent_in_place, padded, paged, paged_prompts,
     paged_steps, prompts, quantized, quantized_output, quantized_prompts, quantized_steps, sliding,
-    steps, tree_steps, trees,
+    steps, tree_steps, trees, wide,
 };
 use gqa_host::backend::Backend;
 use gqa_host::plan::{DeviceInfo, PlanOptions, plan};
@@ -141,5 +141,6 @@ fn any_call() -> BoxedStrategy<Rc<dyn Parity>> {
         1 => flash.prop_map(|(case, rows)| case.for_masked_flash(rows)).prop_map(shared),
         1 => external(half_dtype(), &WIDE_KEYS, [60, 100]).prop_map(shared),
         1 => latent_in_place(latent(&[[576, 512]], 400), &DeviceInfo::h200()).prop_map(shared),
+        1 => wide(100).prop_map(shared),
     ].boxed()
 }

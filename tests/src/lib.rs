@@ -14,6 +14,7 @@ mod paged;
 mod paged_read;
 mod parity;
 mod tree;
+mod wide;
 
 pub use attention::{AttentionCase, AttentionMask, Cache, Hides, attention_case};
 pub use call::Call;
@@ -40,3 +41,4 @@ pub use paged_read::{
 };
 pub use parity::{Judge, Parity, any_dtype, half_dtype, identical, parity, sequences};
 pub use tree::{TreeCase, tree_steps, trees, turned_behind};
+pub use wide::{taken_by, wide, wide_paged};

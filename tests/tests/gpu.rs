@@ -12,7 +12,7 @@ use gqa_tests::{
     paged_prompts, paged_reads, paged_steps, parity, prompts, prompts_of_wide_scores,
     prompts_over_float8, quantized, quantized_output, quantized_prompts, quantized_steps,
     rotated_prompts, sequences, sliding, slow_device, steps, tall_steps, tree_steps, trees,
-    turned_float8_prompts, with_some_lse,
+    turned_float8_prompts, wide, wide_paged, with_some_lse,
 };
 use proptest::prelude::*;
 use replay::{AsGraph, Made, Replay};
@@ -473,6 +473,17 @@ fn wide_heads() {
     run("cuda, wide heads, 5 parts", 300, cases(400), options);
     let flash = attention_case(half_dtype(), 512, 300).prop_map(AttentionCase::for_flash);
     run("cuda, Attention, wide heads", 300, flash, PlanOptions::default());
+}
+
+/// Heads of 512, with as many splits as suit the device, and with some.
+#[test]
+#[ignore = "needs a GPU"]
+fn heads_of_512() {
+    for splits in [None, Some(3)] {
+        let options = PlanOptions { splits, ..PlanOptions::default() };
+        run("cuda, heads of 512", 300, wide(600), options.clone());
+        run("cuda, heads of 512 over blocks", 300, wide_paged(600), options);
+    }
 }
 
 #[test]

@@ -127,13 +127,14 @@ fn large_heads() {
 
 const DECODE: [Family; 2] = [Family::Decode, Family::DecodeQuantized];
 const PAGED_DECODE: [Family; 2] = [Family::DecodePaged, Family::DecodePagedQuantized];
-const HOPPER: [Family; 6] = [
+const HOPPER: [Family; 7] = [
     Family::Hopper,
     Family::HopperMasked,
     Family::HopperPaged,
     Family::HopperQuantized,
     Family::HopperPagedQuantized,
     Family::HopperFloat8,
+    Family::HopperWide,
 ];
 
 /// A call of every kernel, as concurrent launches.
@@ -175,7 +176,7 @@ fn every_kernel_of_other_families() {
 /// `tiled_wide`: every shape that some GPU uses, and split keys.
 #[test]
 fn wide_heads() {
-    let cases = |rows| case(half_dtype(), heads_in(264..=512), rows);
+    let cases = |rows| case(half_dtype(), heads_in(264..=504), rows);
     let on = |name| DeviceInfo::known(name).expect("a known device");
     for name in ["h200", "a100", "rtx4090"] {
         let sim = sim(PlanOptions::default()).with_device(on(name));

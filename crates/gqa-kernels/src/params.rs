@@ -762,28 +762,28 @@ layer!(
     decode.attention.k in Strides; decode.attention.v in Strides
 );
 
-/// Scalars of `latent`.
+/// Scalars of `latent` and `hopper_wide`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 pub struct LatentParams {
-    /// The call: `head_size` is that of keys, `capacity` the rows of a sequence's blocks; batch
-    /// strides are 0. Strides of the cache are in its tensor map.
+    /// The call: `head_size` is that of keys, `capacity` the rows of a sequence's blocks; over
+    /// blocks batch strides are 0. Strides of the cache are in its tensor maps.
     pub attention: AttentionParams,
-    /// Tokens of all sequences.
+    /// Rows of a batch entry of query and output: over blocks the tokens of all sequences.
     pub tokens: u32,
     /// Blocks of a sequence: columns of block_table.
     pub per_sequence: u32,
-    /// Logarithm of a block's rows, 16 or more.
+    /// Logarithm of a block's rows, 16 or more; 31: the cache is contiguous.
     pub log_block_size: u32,
-    /// Blocks of the cache.
+    /// Blocks of the cache; batch entries of a contiguous one.
     pub blocks: u32,
     /// 1: lengths count the new tokens. 0: the rows before them.
     pub counts_new: u32,
-    /// Keeps the size a multiple of 8 without hidden padding.
-    pub reserved: u32,
+    /// Batch entries of query and output: over blocks 1.
+    pub entries: u32,
 }
 
-layer!(LatentParams fixes log_block_size, counts_new, reserved; attention in AttentionParams);
+layer!(LatentParams fixes log_block_size, counts_new; attention in AttentionParams);
 
 const _: () = assert!(size_of::<AttentionParams>() == 5 * 24 + 16 * 4);
 const _: () = assert!(size_of::<LatentParams>() == size_of::<AttentionParams>() + 6 * 4);

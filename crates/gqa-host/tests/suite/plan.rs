@@ -109,6 +109,7 @@ attention
   hopper_quantized       refused: the KV cache is not quantized
   hopper                 refused: does not take float32
   hopper_masked          refused: there is no attention_bias
+  hopper_wide            refused: has no tile for head size 64
   tiled_tma              refused: needs TMA, which compute capability 8.0 lacks
   tiled                  refused: does not take float32
   tiled_masked           refused: there is no attention_bias

@@ -1,15 +1,24 @@
-//! Attention to a latent KV cache (multi-head latent attention, DeepSeek-V2, 2024) for decode steps
-//! on SM 90a: all query heads share one row per token, whose 576 channels are the key and whose
-//! first 512 are the value.
+//! Attention whose output is too wide for the registers of a warpgroup, on SM 90a, in two shapes
+//! (`shape.rs`):
+//! - [`latent()`], decode over a latent KV cache (multi-head latent attention, DeepSeek-V2, 2024):
+//!   all query heads share one row per token, whose 576 channels are the key and whose first 512
+//!   are the value.
+//! - [`wide()`], heads of 512 over contiguous and paged KV caches, for any number of query rows.
+//!   Keys and values are apart.
 //!
-//! **One CTA** attends with 64 query rows of one sequence (tokens times query heads) to one split
-//! of its keys, in tiles of 64 cache rows. Each tile is loaded once, by TMA, into one of two
-//! buffers. Three warpgroups:
+//! **One CTA** attends with 64 packed query rows of one sequence and KV head (tokens times query
+//! heads) to one split of its keys, in tiles of 64 cache rows, which TMA loads. Three warpgroups:
 //! - Two multiply (`halves.rs`), called half 0 and half 1. 64 rows by 512 columns of output are
 //!   too many for the registers of one, so half `h` owns the columns of half `h` of the values. It
-//!   computes the scores of every second tile: tile `j` of the split belongs to half `j % 2`, and
-//!   lies in buffer `j % 2`.
-//! - In the third, one warp finds the tiles' blocks and copies them (`loads.rs`).
+//!   computes the scores of every second tile: tile `j` of the split belongs to half `j % 2`.
+//! - In the third, one warp finds the tiles' blocks and copies them (`loads.rs`); where values are
+//!   apart, another one copies these.
+//!
+//! **Two buffers**: of a latent cache tile `j` lies in buffer `j % 2`, and is loaded once for both
+//! products. Where values are apart, all keys pass through buffer 0 and all values through
+//! buffer 1: with the queries they are 192 KB. Tiles of 32 keys would leave room for two buffers
+//! each, but the operands of their scores would take 1.5 times as long to read from shared memory
+//! as the products take.
 //!
 //! **The seesaw**: the owner of a tile turns its scores into P, multiplies P by its own columns of
 //! the tile's values, and passes P to the other half, which multiplies it by the other columns.
@@ -23,9 +32,14 @@
 //! 512   its columns += P of j times values of j
 //! ```
 //!
+//! Where values are apart, keys have no rotated channels, and all scores begin with the first 256
+//! channels. Each chunk is free once it is multiplied, about 1500 cycles before the product that
+//! reads the next tile's chunk in its place: time enough for a copy.
+//!
 //! The halves are half a turn apart: while one is at its softmax, the other one is at the first
-//! line of its next tile, and each line needs only what was finished some time ago. The queries'
-//! rotated channels, the left operand of the first scores, stay in registers.
+//! line of its next tile, and each line needs only what was finished some time ago. The left
+//! operand of the first scores stays in registers: the queries' rotated channels, or where there
+//! are none their first 64, which shared memory then need not deliver.
 //!
 //! **Row maxima** form one chain: tile `j` takes the maximum that tile `j - 1` left, and raises it
 //! only if a score exceeds it by much. P of tile `j` is relative to the maximum after tile `j`.
@@ -38,28 +52,37 @@
 //! again when its owner has taken P of the next tile: the other half passes that later than it has
 //! taken this one.
 //!
-//! **Grid**: (row tiles, splits, sequences); CTAs of one sequence's row tiles are neighbours and
-//! read the same keys from L2.
+//! **Grid**: (row tiles of all KV heads, splits, sequences); CTAs of one sequence's row tiles are
+//! neighbours and read the same keys from L2.
 //!
-//! **Tensors**: q (tokens of all sequences, query head, 576) with any strides that are multiples of
-//! 8; k through a tensor map (64 channels, row of a block, chunk of 64 channels, block), a box of
-//! which is one chunk of a tile's rows, or of a smaller block's; starts (batch + 1) and
-//! past_seqlens (batch) as in [`Sequences`]; block_table (batch, blocks of a sequence); out (token,
-//! query head, 512) with its strides, and lse (query head, token) or null, where keys are not
-//! split; else partial_out (split, query head, token, 512) and partial_lse (split, query head,
-//! token), which [`merge()`] merges.
+//! **Clusters**: where a KV head has several row tiles, `wide` runs in clusters of two CTAs, which
+//! have neighbouring row tiles and take the key tiles of both. Of each group of two chunks a CTA
+//! copies one to both (multicast), so that L2 is read once for 128 rows: 64 rows alone would need
+//! 128 KB of it in the 2048 cycles of a tile's products, twice what it delivers to all SMs.
+//!
+//! **Tensors**: q (entry, query head, row, channel) with any strides that are multiples of 8; over
+//! blocks the tokens of all sequences are the rows of one entry. k and v through tensor maps
+//! (channels of a head, row of a block, KV head, block), a box of which is 64 channels of a tile's
+//! rows, or of a smaller block's. Over blocks, starts (batch + 1) and past_seqlens (batch) as in
+//! [`Sequences`], and block_table (batch, blocks of a sequence). Of a contiguous cache a batch
+//! entry is a block; starts is null, and past_seqlens and query_seqlens are the lengths of
+//! [`Seqlens`]. out (entry, query head, row, 512) with its strides, and lse (entry, query head,
+//! row) or null, where keys are not split; else partial_out (split, entry, query head, row, 512)
+//! and partial_lse (split, entry, query head, row), which [`merge()`] merges.
 //!
 //! **Shared memory**: the queries without their rotated channels, then the buffers, each as chunks
 //! of 64 channels with 128-byte rows and the 128-byte swizzle; what the halves pass to each other;
-//! barriers.
+//! counts for which `wide` has no registers; barriers.
 //!
 //! **Barriers** (mbarriers):
-//! - `FULL`, one for each chunk of each buffer: its bytes have arrived.
+//! - `FULL`, one for each chunk of the keys of each half, and of values apart: its bytes have
+//!   arrived. Halves have sets of their own because a half that skips a phase could not tell the
+//!   one before the last from the next.
 //! - `EMPTY`, one for each group of two chunks of each buffer; one arrival of each warp of the half
-//!   that read it last.
+//!   that read it last, in each CTA of the cluster.
 //! - `PASSED`, one for each half: P and maxima have been written; one arrival of each thread.
 //!
-//! Groups are emptied and filled in the order in which the tile's owner multiplies them: the
+//! Groups are emptied and filled in the order in which they are multiplied. Of a latent cache: the
 //! rotated channels after the scores, the owner's columns after its product with the values, the
 //! other columns after the other half's product. Named barriers: `QUERIES` are in shared memory;
 //! `SUMS` are.
@@ -76,22 +99,25 @@ mod merge;
 mod output;
 mod queries;
 mod scores;
+mod shape;
 mod values;
 
 pub use merge::{MERGE_SHARED_BYTES, MERGE_THREADS, merge};
+pub use shape::{Latent, Shape, Wide};
 
 use super::split_kv::MAX_SPLITS;
 use crate::concept::pages::Sequence;
+use crate::concept::seqlen::Seqlen;
 use crate::num::{Element, MmaElement};
-use crate::params::{AttentionParams, LatentParams};
+use crate::params::LatentParams;
 use crate::simt::*;
 use crate::tile::pages::Sequences;
 use crate::tile::rows::{Row, Rows, row_tiles};
+use crate::tile::seqlens::Seqlens;
+use core::marker::PhantomData;
 use core::ops::Range;
 
-/// Channels of a key.
-pub const KEY_SIZE: u32 = 576;
-/// Channels of a value, the first of the key's.
+/// Channels of a value.
 pub const VALUE_SIZE: u32 = 512;
 /// Query rows of a CTA.
 pub const ROWS: u32 = 64;
@@ -99,56 +125,41 @@ pub const ROWS: u32 = 64;
 pub const KEYS: u32 = 64;
 /// Threads of a CTA.
 pub const THREADS: u32 = 3 * WARPGROUP;
-/// Dynamic shared memory of a CTA, in bytes.
-pub const SHARED_BYTES: u32 = PASSED + 8 * BUFFERS;
+/// CTAs of a cluster of `wide` at most: neighbouring row tiles of a KV head, which see about the
+/// same keys.
+pub const MAX_CLUSTER: u32 = 2;
 /// Fewest rows of a block, and of a TMA box.
 pub const LEAST_BOX: u32 = 16;
 /// Channels of a TMA box.
 pub const CHUNK: u32 = 64;
-/// Chunks of a key.
-pub const CHUNKS: u32 = KEY_SIZE / CHUNK;
+/// [`log_block_size`](LatentParams::log_block_size) of a contiguous cache, whose blocks are batch
+/// entries.
+pub const CONTIGUOUS: u32 = 31;
 
 const WARPGROUP: u32 = 128;
 /// Threads of the warpgroups that multiply.
 const MULTIPLYING: u32 = 2 * WARPGROUP;
-/// Buffers of tiles, one for the tiles of each half.
+/// Buffers of tiles.
 const BUFFERS: u32 = 2;
 /// Bytes of a chunk of the queries.
 const QUERY_CHUNK: u32 = ROWS * 128;
 /// Bytes of a chunk of a buffer.
 const CHUNK_BYTES: u32 = KEYS * 128;
-/// Chunks of a value. The next one has the rotated channels, which belong to the key alone.
+/// Chunks of a value. In a latent cache the next one has the rotated channels, which belong to the
+/// key alone.
 const VALUE_CHUNKS: u32 = VALUE_SIZE / CHUNK;
 /// Columns of a half.
 const COLUMNS: u32 = VALUE_SIZE / 2;
 /// Its chunks.
 const OWN_CHUNKS: u32 = VALUE_CHUNKS / 2;
-/// Groups of chunks that are emptied together: pairs, and the rotated channels.
-const GROUPS: u32 = VALUE_CHUNKS / 2 + 1;
-/// Groups of a half's columns.
+/// Its groups of chunks.
 const OWN_GROUPS: u32 = OWN_CHUNKS / 2;
 /// Group of the rotated channels.
-const ROTATED: u32 = GROUPS - 1;
+const ROTATED: u32 = VALUE_CHUNKS / 2;
 /// Steps of 16 keys of a product of P and values.
 const DEPTHS: usize = KEYS as usize / 16;
-
-/// Offset of the buffers, after the queries.
-const KV: u32 = VALUE_CHUNKS * QUERY_CHUNK;
-const BUFFER_BYTES: u32 = CHUNKS * CHUNK_BYTES;
-/// Offset of P of the last tile of each half.
-const WEIGHTS: u32 = KV + BUFFERS * BUFFER_BYTES;
+/// Bytes of P of a tile.
 const WEIGHT_BYTES: u32 = ROWS * KEYS * 2;
-/// Offset of the rows, as [`Row::keep`] stores them.
-const ROW_PLACES: u32 = WEIGHTS + BUFFERS * WEIGHT_BYTES;
-/// Offset of the row maxima after that tile of each half.
-const MAXIMA: u32 = ROW_PLACES + ROWS * 16;
-/// Offset of the rows' sums of each half.
-const ROW_SUMS: u32 = MAXIMA + BUFFERS * ROWS * 4;
-/// Offset of which 16 rows of each buffer are outside of the cache: a bit each.
-const GAPS: u32 = ROW_SUMS + BUFFERS * ROWS * 4;
-const FULL: u32 = GAPS + 4 * BUFFERS;
-const EMPTY: u32 = FULL + 8 * BUFFERS * CHUNKS;
-const PASSED: u32 = EMPTY + 8 * BUFFERS * GROUPS;
 
 /// Named barrier: the queries are in shared memory.
 const QUERIES: u32 = 1;
@@ -156,32 +167,45 @@ const QUERIES: u32 = 1;
 const SUMS: u32 = 2;
 /// Named barriers of half 0 and half 1: it has cleared rows that no query row sees.
 const CLEARED: u32 = 3;
+/// The set of the barriers `FULL` of values that are apart.
+const VALUES: u32 = 2;
 
-const _: () = assert!(SHARED_BYTES <= 227 << 10);
+/// Rows of partial_out of a split.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+fn partial_rows(p: &LatentParams) -> usize {
+    p.entries as usize * p.attention.q_heads as usize * p.tokens as usize
+}
 
 /// Elements of partial_out and of partial_lse.
 pub fn partial_elements(p: &LatentParams) -> (usize, usize) {
-    let AttentionParams { splits, q_heads, .. } = p.attention;
-    let rows = splits as usize * q_heads as usize * p.tokens as usize;
+    let rows = p.attention.splits as usize * partial_rows(p);
     (rows * VALUE_SIZE as usize, rows)
 }
 
 /// Number of splits with the least estimated time on `multiprocessors` SMs, if all sequences have
-/// `keys` keys.
-pub fn splits(p: &LatentParams, keys: u32, multiprocessors: u32) -> u32 {
-    /// Microseconds of a tile where all SMs load, of a CTA besides, and to start the merge.
-    const TILE: f64 = 2.2;
+/// `keys` keys, of `key_bytes` bytes with their values, in clusters of that size.
+pub fn splits(
+    p: &LatentParams,
+    keys: u32,
+    key_bytes: u32,
+    cluster: u32,
+    multiprocessors: u32,
+) -> u32 {
+    /// Bytes that an SM loads in a microsecond where all SMs load.
+    const LOADED_BYTES: f64 = 33.5e3;
+    /// Microseconds of a CTA besides its tiles, and to start the merge.
     const START: f64 = 4.0;
     const MERGE: f64 = 3.0;
     /// Bytes that are written and read back in a microsecond.
     const MERGED_BYTES: f64 = 1.5e6;
-    let [row_tiles, _, batch] = grid(p);
+    let [row_tiles, _, batch] = grid(p, cluster);
     let tiles = keys.div_ceil(KEYS).max(1);
+    let tile = f64::from(KEYS * key_bytes) / LOADED_BYTES;
     let time = |splits: u32| {
         let blocks = u64::from(row_tiles) * u64::from(batch) * u64::from(splits);
         let waves = blocks.div_ceil(u64::from(multiprocessors.max(1)));
-        let attention = waves as f64 * (START + f64::from(tiles.div_ceil(splits)) * TILE);
-        let rows = f64::from(splits) * f64::from(p.attention.q_heads) * f64::from(p.tokens);
+        let attention = waves as f64 * (START + f64::from(tiles.div_ceil(splits)) * tile);
+        let rows = f64::from(splits) * partial_rows(p) as f64;
         let merge = MERGE + rows * f64::from(VALUE_SIZE) * 4.0 / MERGED_BYTES;
         if splits > 1 { attention + merge } else { attention }
     };
@@ -190,13 +214,20 @@ pub fn splits(p: &LatentParams, keys: u32, multiprocessors: u32) -> u32 {
 
 /// Grid of the merge.
 pub fn merge_grid(p: &LatentParams) -> [u32; 3] {
-    [p.attention.q_heads * p.tokens, VALUE_SIZE / merge::COLUMNS, 1]
+    [p.entries * p.attention.q_heads * p.tokens, VALUE_SIZE / merge::COLUMNS, 1]
 }
 
-/// Grid of a call.
-pub fn grid(p: &LatentParams) -> [u32; 3] {
+/// Grid of a call in clusters of that size.
+pub fn grid(p: &LatentParams, cluster: u32) -> [u32; 3] {
     let attention = &p.attention;
-    [row_tiles(attention, ROWS), attention.splits, attention.batch]
+    let tiles = row_tiles(attention, ROWS).next_multiple_of(cluster);
+    [tiles * attention.kv_heads, attention.splits, attention.batch]
+}
+
+/// Whether a call of `wide` has several row tiles for each KV head, so that clusters of
+/// [`MAX_CLUSTER`] pay.
+pub fn has_neighbours(p: &LatentParams) -> bool {
+    row_tiles(&p.attention, ROWS) > 1
 }
 
 /// The pointers that the warpgroups share.
@@ -210,21 +241,34 @@ struct Pointers<T> {
     partial_lse: Global<f32>,
 }
 
+/// What tells the lengths of sequences; of a contiguous cache `starts` is null.
+#[derive(Clone, Copy)]
+struct Lengths {
+    starts: Global<i32>,
+    past_seqlens: Global<i32>,
+    query_seqlens: Global<i32>,
+}
+
 /// What a CTA computes.
-struct Work<'a, T> {
+struct Work<'a, S, T> {
+    shape: PhantomData<S>,
     base: u32,
+    /// CTAs of the cluster, and this one's rank.
+    cluster: u32,
+    rank: u32,
     p: &'a LatentParams,
     to: Pointers<T>,
-    sequence: Sequence,
     rows: Rows,
+    /// Rows of the sequence in query and output.
+    exist: u32,
     split: u32,
-    /// Its key tiles.
+    /// The cluster's key tiles.
     tiles: Range<u32>,
-    /// Keys that some row sees.
+    /// Keys that some row of the cluster sees.
     end: u32,
 }
 
-/// The kernel.
+/// The kernel for a latent cache.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn latent<T: MmaElement>(
     k: TensorMap,
@@ -238,46 +282,139 @@ pub fn latent<T: MmaElement>(
     partial_lse: Global<f32>,
     p: LatentParams,
 ) {
+    let to = Pointers { q, block_table, out, lse, partial_out, partial_lse };
+    let lengths = Lengths { starts, past_seqlens, query_seqlens: Global::null() };
+    run::<Latent, T>([k, k], lengths, to, &p);
+}
+
+/// The kernel for heads of 512.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+pub fn wide<T: MmaElement>(
+    k: TensorMap,
+    v: TensorMap,
+    q: Global<T>,
+    starts: Global<i32>,
+    past_seqlens: Global<i32>,
+    query_seqlens: Global<i32>,
+    block_table: Global<i32>,
+    out: Global<T>,
+    lse: Global<f32>,
+    partial_out: Global<f32>,
+    partial_lse: Global<f32>,
+    p: LatentParams,
+) {
+    let to = Pointers { q, block_table, out, lse, partial_out, partial_lse };
+    run::<Wide, T>([k, v], Lengths { starts, past_seqlens, query_seqlens }, to, &p);
+}
+
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+fn run<S: Shape, T: MmaElement>(
+    maps: [TensorMap; 2],
+    lengths: Lengths,
+    to: Pointers<T>,
+    p: &LatentParams,
+) {
     if thread_idx() == 0 {
-        prefetch_tensor_map(k);
-        init_barriers(shared_base());
+        prefetch_tensor_map(maps[0]);
+        if S::APART {
+            prefetch_tensor_map(maps[1]);
+        }
+        let cluster = if S::APART { cluster_size() } else { 1 };
+        init_barriers::<S>(shared_base(), cluster);
     }
     grid_dependency_wait();
     launch_dependents();
-    let to = Pointers { q, block_table, out, lse, partial_out, partial_lse };
-    let work = Work::new(&p, to, starts, past_seqlens);
+    let work = Work::<S, T>::new(p, to, lengths);
     work.keep_rows();
-    sync_threads();
+    if S::APART {
+        sync_cluster();
+    } else {
+        sync_threads();
+    }
     // Broadcast, so that the compiler knows that it is warp-uniform.
     let warpgroup = shfl_idx_u32(thread_idx() / WARPGROUP, 0);
     if warpgroup < 2 {
-        registers_raise::<240>();
+        // Two warps that load keys and values apart spill with 24.
+        if S::APART {
+            registers_raise::<232>();
+        } else {
+            registers_raise::<240>();
+        }
         halves::run(&work, warpgroup);
     } else {
-        registers_lower::<24>();
-        if warp() == 2 * WARPGROUP / 32 {
-            loads::load(&work, k);
+        if S::APART {
+            registers_lower::<40>();
+        } else {
+            registers_lower::<24>();
         }
+        loads::run(&work, maps);
+    }
+    if S::APART {
+        // A peer may still copy to this CTA, or arrive at its barriers.
+        sync_cluster();
     }
 }
 
-impl<'a, T: Element> Work<'a, T> {
+impl Lengths {
+    /// The sequence of a batch entry, and its rows in query and output.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn new(
-        p: &'a LatentParams,
-        to: Pointers<T>,
-        starts: Global<i32>,
-        past_seqlens: Global<i32>,
-    ) -> Self {
-        let (row_tile, split, batch) = (block_idx_x(), block_idx_y(), block_idx_z());
+    fn sequence<S: Shape>(self, batch: u32, p: &LatentParams) -> (Sequence, u32) {
+        let Self { starts, past_seqlens, query_seqlens } = self;
+        if S::APART && starts.is_null() {
+            let seqlens = Seqlens::new(past_seqlens, query_seqlens);
+            let Seqlen { total, past } = seqlens.get(batch, &p.attention);
+            let sequence = Sequence { start: 0, new: total.wrapping_sub(past), past };
+            return (sequence, p.attention.q_len);
+        }
         let counts_new = p.counts_new != 0;
         let sequences = Sequences { starts, past_seqlens, tokens: p.tokens, least: 0, counts_new };
         let sequence = sequences.get(batch, &p.attention);
-        let rows = Rows::of(&p.attention, row_tile, 0, batch, ROWS)
-            .of_sequence(sequence.start, sequence.seqlen());
-        let span = rows.span_of_tokens().below(if sequence.new == 0 { 0 } else { u32::MAX });
-        let (tiles, end) = (span.share(KEYS, split, p.attention.splits), span.some.end);
-        Self { base: shared_base(), p, to, sequence, rows, split, tiles, end }
+        (sequence, sequence.new)
+    }
+}
+
+impl<'a, S: Shape, T: Element> Work<'a, S, T> {
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn new(p: &'a LatentParams, to: Pointers<T>, lengths: Lengths) -> Self {
+        let (split, batch) = (block_idx_y(), block_idx_z());
+        let [cluster, rank] = if S::APART { [cluster_size(), cluster_rank()] } else { [1, 0] };
+        let (nth, kv_head) = Self::place(p, cluster);
+        let (sequence, exist) = lengths.sequence::<S>(batch, p);
+        let tile = |index, rows| {
+            Rows::of(&p.attention, index, kv_head, batch, rows)
+                .of_sequence(sequence.start, sequence.seqlen())
+        };
+        let together = tile(nth, cluster * ROWS);
+        let has_tokens = together.query(0).0 < sequence.new;
+        let span = together.span_of_tokens().below(if has_tokens { u32::MAX } else { 0 });
+        Self {
+            shape: PhantomData,
+            base: shared_base(),
+            cluster,
+            rank,
+            p,
+            to,
+            rows: tile(nth * cluster + rank, ROWS),
+            exist,
+            split,
+            tiles: span.share(KEYS, split, p.attention.splits),
+            end: span.some.end,
+        }
+    }
+
+    /// The cluster's number among the row tiles of a KV head, and that head. The last row tiles
+    /// come first: under a causal mask they see most keys.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn place(p: &LatentParams, cluster: u32) -> (u32, u32) {
+        if !S::APART {
+            return (block_idx_x(), 0);
+        }
+        let (x, clusters) = match cluster {
+            1 => (block_idx_x(), row_tiles(&p.attention, ROWS)),
+            _ => (block_idx_x() / 2, row_tiles(&p.attention, MAX_CLUSTER * ROWS)),
+        };
+        let clusters = clusters.max(1);
+        (clusters - 1 - x % clusters, x / clusters)
     }
 
     /// Stores what each row is.
@@ -287,6 +424,23 @@ impl<'a, T: Element> Work<'a, T> {
         if r < ROWS {
             self.rows.row(r).keep(self.row_place(r));
         }
+        if S::APART && r == 0 {
+            let counts = Shared::at(S::COUNTS);
+            counts.store(0, self.end);
+            counts.store(1, self.tiles.end - self.tiles.start);
+        }
+    }
+
+    /// Keys that some row of the cluster sees, for the warpgroups that multiply.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn end(&self) -> u32 {
+        if S::APART { Shared::at(S::COUNTS).load(0) } else { self.end }
+    }
+
+    /// Number of tiles, for the same warpgroups.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn count(&self) -> u32 {
+        if S::APART { Shared::at(S::COUNTS).load(1) } else { self.tiles.end - self.tiles.start }
     }
 
     /// The tile's row `r`.
@@ -297,44 +451,51 @@ impl<'a, T: Element> Work<'a, T> {
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn row_place(&self, r: u32) -> Shared<u32> {
-        Shared::at(ROW_PLACES).offset(4 * r)
+        Shared::at(S::ROW_PLACES).offset(4 * r)
     }
 
     /// Address of a buffer.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn buffer(&self, buffer: u32) -> u32 {
-        self.base + KV + buffer * BUFFER_BYTES
+        self.base + S::KV + buffer * S::BUFFER_BYTES
     }
 
-    /// Barrier of a chunk of a buffer.
+    /// Barrier of a chunk: of the keys of half 0 or 1, or of values apart, which are set 2.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn full(&self, buffer: u32, chunk: u32) -> u32 {
-        self.base + FULL + 8 * (buffer * CHUNKS + chunk)
+    fn full(&self, set: u32, chunk: u32) -> u32 {
+        self.base + S::FULL + 8 * (set * S::CHUNKS + chunk)
     }
 
     /// Barrier of a group of chunks of a buffer.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn empty(&self, buffer: u32, group: u32) -> u32 {
-        self.base + EMPTY + 8 * (buffer * GROUPS + group)
+        self.base + S::EMPTY + 8 * (buffer * S::GROUPS + group)
     }
 
     /// Barrier of what a half passes.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn passed(&self, half: u32) -> u32 {
-        self.base + PASSED + 8 * half
+        self.base + S::PASSED + 8 * half
     }
 
-    /// Whether row `r` of the tile is a token of the sequence.
+    /// Whether a row of the tile is a row of query and output.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn is_token(&self, r: u32, row: Row) -> bool {
-        r < self.rows.count() && row.s < self.sequence.new
+    fn exists(&self, row: Row) -> bool {
+        row.s < self.exist
     }
 
-    /// Index of a token's row in (split, query head, token).
+    /// Batch entry of query and output, query head and row.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn indices(&self, row: Row) -> [u32; 3] {
+        [self.rows.batch.min(self.p.entries - 1), row.head, self.rows.start + row.s]
+    }
+
+    /// Index of a row in (split, batch entry, query head, row).
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn index(&self, row: Row) -> usize {
-        let heads = self.split * self.p.attention.q_heads + row.head;
-        heads as usize * self.p.tokens as usize + (self.rows.start + row.s) as usize
+        let [entry, head, row] = self.indices(row);
+        let heads = (self.split * self.p.entries + entry) * self.p.attention.q_heads + head;
+        heads as usize * self.p.tokens as usize + row as usize
     }
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
@@ -345,15 +506,15 @@ impl<'a, T: Element> Work<'a, T> {
 
 /// Run by one thread.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
-fn init_barriers(base: u32) {
-    for i in 0..BUFFERS * CHUNKS {
-        mbarrier_init(base + FULL + 8 * i, 1);
+fn init_barriers<S: Shape>(base: u32, cluster: u32) {
+    for i in 0..S::SETS * S::CHUNKS {
+        mbarrier_init(base + S::FULL + 8 * i, 1);
     }
-    for i in 0..BUFFERS * GROUPS {
-        mbarrier_init(base + EMPTY + 8 * i, WARPGROUP / 32);
+    for i in 0..BUFFERS * S::GROUPS {
+        mbarrier_init(base + S::EMPTY + 8 * i, cluster * WARPGROUP / 32);
     }
     for half in 0..BUFFERS {
-        mbarrier_init(base + PASSED + 8 * half, WARPGROUP);
+        mbarrier_init(base + S::PASSED + 8 * half, WARPGROUP);
     }
     fence_mbarrier_init();
 }

@@ -124,6 +124,8 @@ families! {
     HopperPagedQuantized: "hopper_paged_quantized", "family-hopper-paged-quantized", ["sm_90a"];
     /// The same with operands of e4m3.
     HopperFloat8: "hopper_float8", "family-hopper-float8", ["sm_90a"];
+    /// The same for heads of 512, over contiguous and paged KV caches.
+    HopperWide: "hopper_wide", "family-hopper-wide", ["sm_90a"];
     /// Decode over a latent KV cache.
     Latent: "latent", "family-latent", ["sm_90a"];
     /// Tensor-core flash attention over a split of the keys, and the merge.

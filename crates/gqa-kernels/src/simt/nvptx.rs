@@ -23,6 +23,7 @@ pub use mbarrier::*;
     feature = "family-hopper-quantized",
     feature = "family-hopper-paged-quantized",
     feature = "family-hopper-float8",
+    feature = "family-hopper-wide",
     feature = "family-latent"
 ))]
 pub(crate) use tma::tensor_map_param;

@@ -30,8 +30,14 @@ impl Variable {
     /// What it does.
     pub fn meaning(&self) -> String {
         let concerns = |family: &&dyn Family| family.options().contains(&self.option);
-        let families = FAMILIES.into_iter().filter(concerns);
-        let names: Vec<_> = families.map(|f| format!("`{}`", f.module().name())).collect();
+        let mut names = Vec::new();
+        for family in FAMILIES.into_iter().filter(concerns) {
+            let name = format!("`{}`", family.module().name());
+            // A family for contiguous and paged caches is there twice.
+            if !names.contains(&name) {
+                names.push(name);
+            }
+        }
         self.meaning.replace("{}", &names.join(", "))
     }
 }

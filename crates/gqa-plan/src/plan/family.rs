@@ -31,6 +31,12 @@ pub(super) trait Family: Sync {
         false
     }
 
+    /// Whether it takes all sequences of a paged call, behind a launch that appends their new rows
+    /// and rotates their queries.
+    fn follows_append(&self) -> bool {
+        false
+    }
+
     /// Whether its launches take tiles, of one query head each, from a queue that two launches can
     /// share.
     fn draws_tiles(&self) -> bool {

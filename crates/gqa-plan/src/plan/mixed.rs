@@ -25,8 +25,8 @@ use super::cost::mixed::{Order, Work};
 use super::decision::{Decision, Rejection};
 use super::device::{Capability, DeviceInfo};
 use super::families::{
-    DecodePaged, DecodePagedQuantized, HopperPaged, HopperPagedQuantized, Latent, TiledPaged,
-    in_halves, in_parts,
+    DecodePaged, DecodePagedQuantized, HopperPaged, HopperPagedQuantized, HopperWide, Latent,
+    TiledPaged, in_halves, in_parts,
 };
 use super::family::{Call, Choice, Family, Job, Kernel, Task, TileQueue};
 use super::launch::Launch;
@@ -35,6 +35,9 @@ use super::rows::Rows;
 use super::scratch::Scratch;
 use crate::problem::{Pages, Problem, ProblemFields};
 use gqa_tensor::Result;
+
+/// Largest heads of `decode_paged`.
+const LARGEST_DECODE_HEAD: usize = 256;
 
 /// The kernels for a paged cache, and the rejections of others.
 pub(super) struct Attentions {
@@ -58,7 +61,7 @@ impl Attention {
 
     /// Whether it reads queries that a launch ahead has rotated.
     pub(super) fn reads_rotated(&self, of: &Problem) -> bool {
-        of.latent && of.rotary.is_some()
+        self.choice.family.follows_append() && of.rotary.is_some()
     }
 
     /// Its launches; with `follows_concurrent`, they do not wait for the launch ahead.
@@ -89,6 +92,7 @@ impl Attentions {
     ) -> Self {
         let step: &'static dyn Family = match problem.quantized {
             None if problem.latent => &Latent,
+            None if problem.head_size > LARGEST_DECODE_HEAD => &HopperWide { paged: true },
             None => &DecodePaged,
             Some(_) => &DecodePagedQuantized,
         };
@@ -101,7 +105,7 @@ impl Attentions {
         // Kernels do not append by slot_mapping; a launch before them does.
         let appends = !pages.slots && !problem.reads_pages_only();
         if let Ok(choice) = steps {
-            let task = Task { appended: !appends || problem.latent, ..whole };
+            let task = Task { appended: !appends || choice.family.follows_append(), ..whole };
             let call = Call::new(problem, device, options);
             let kernel = in_parts(&choice.kernel, &call).unwrap_or(choice.kernel);
             let choice = Choice { kernel, ..choice };

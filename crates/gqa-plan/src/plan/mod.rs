@@ -13,7 +13,7 @@
 //! | separate cache | `concat_new_to_past_kv`, which rotates K, and `rotary_embedding` for Q; `concat_rows` where rows are no vectors |
 //! | quantized cache | as a shared one, of numbers in scratch, and then `quantize_kv`: quantized values of new rows, numbers of all |
 //! | external cache | none |
-//! | a paged KV cache | `qk_norm`, `paged_append`, `paged_gather`; after attention `paged_scatter` and `paged_gaps`; `decode_paged` needs `qk_norm` only, `hopper_paged` and `tiled_paged` that and `paged_append` |
+//! | a paged KV cache | `qk_norm`, `paged_append`, `paged_gather`; after attention `paged_scatter` and `paged_gaps`; `decode_paged` needs `qk_norm` only, `hopper_paged`, `hopper_wide` and `tiled_paged` that and `paged_append` |
 //! | a rolling KV cache | `rolling_kv` or `rolling_lengths`, and what the rest of this table says; where rows are several, `rolling_kv` after attention |
 //! | nothing to append | `rotary_embedding` for Q |
 //!
@@ -25,8 +25,9 @@
 //! launch, `rotary_embedding` or, where rows are no vectors, `rotary_rows`; a cache update is
 //! `scatter_rows`. Attention reads K and V from the present cache, or where they are: `decode` or
 //! `decode_quantized`, `split_kv` or `split_kv_masked` and `combine`, `hopper` or `hopper_split`
-//! and `combine`, `hopper_masked`, `tiled_tma`, `tiled`, `tiled_masked`, `tiled_f32`, `tiled_wide`
-//! (and `combine`), `general`, or the three unfused kernels.
+//! and `combine`, `hopper_masked`, `hopper_wide` (and `latent_merge`), `tiled_tma`, `tiled`,
+//! `tiled_masked`, `tiled_f32`, `tiled_wide` (and `combine`), `general`, or the three unfused
+//! kernels.
 
 mod build;
 mod cascade;

@@ -11,6 +11,9 @@
 //! | `paged_scatter`: output rows, and log-sum-exps, to their tokens | | | unless every sequence has one token, and no log-sum-exps are wanted |
 //! | `paged_gaps`: rows anew of sequences whose tables lead outside of the cache | | where the cache holds quantized values | always |
 //!
+//! `hopper_wide` takes heads of 512, and `latent` latent caches, whatever the sequences: behind
+//! `paged_append`, which leaves rotated queries in scratch.
+//!
 //! `hopper_paged` has no log-sum-exps: of prompts these come from attention over gathered rows,
 //! where that GPU has it.
 //!

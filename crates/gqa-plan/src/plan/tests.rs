@@ -378,11 +378,76 @@ fn wide_heads_take_tiles_that_hold_their_rows_and_fit() {
         (9, "rtx4090", (32, 32)),
         (4096, "b200", (64, 64)),
     ] {
-        let problem = with(llama(rows, 1000), |p| p.head_size = 512);
+        let problem = with(llama(rows, 1000), |p| p.head_size = 504);
         let plan = plan(&problem, &device(name), &PlanOptions::default()).unwrap();
         let is_wide = |launch: &&Launch| launch.entry.family == Family::TiledWide;
         let entry = plan.launches.iter().find(is_wide).unwrap().entry;
         assert_eq!((entry.rows, entry.keys), want, "{rows} rows on {name}");
+    }
+}
+
+/// Contiguous or in blocks, on Hopper; other GPUs, and calls with more, have `tiled_wide`.
+#[test]
+fn heads_of_512_have_one_kernel_for_all_rows() {
+    let off = PlanOptions::default();
+    let wide = |p: Problem| with(p, |p| (p.head_size, p.rotary) = (512, None));
+    let kernels_of = |p: &Problem| kernels(p, &off);
+    let merged = ["hopper_wide", "latent_merge"];
+    assert_eq!(kernels_of(&wide(llama(1, 4096)))[1..], merged);
+    assert_eq!(kernels_of(&wide(llama(4096, 0)))[1..], merged[..1]);
+    assert_eq!(kernels_of(&wide(over_blocks(1, 1, 4096))), ["paged_append", merged[0], merged[1]]);
+    assert_eq!(kernels_of(&wide(over_blocks(2, 2048, 0))), ["paged_append", merged[0]]);
+    assert_eq!(kernels_of(&wide(over_blocks(1, 1, 4096)).appended()), merged);
+    let many = kernels_of(&wide(over_blocks(17, 1, 2048)).appended());
+    assert_eq!(many, merged[..1]);
+    let rotary = Some(ROTARY);
+    let rotated = with(over_blocks(3, 1, 4096), |p| (p.head_size, p.rotary) = (512, rotary));
+    assert_eq!(kernels_of(&equal(rotated.clone()))[..2], ["paged_append", "hopper_wide"]);
+    let gathered = ["paged_append", "paged_gather"];
+    for change in [
+        |p: &mut ProblemFields| p.sink = Sink::PerHead,
+        |p: &mut ProblemFields| p.window = Some(100),
+    ] {
+        assert_eq!(kernels_of(&with(wide(over_blocks(1, 1, 4096)), change))[..2], gathered);
+        let dense = with(wide(llama(1, 4096)), change);
+        assert_eq!(attention(&dense, "h200", &off), Family::TiledWide);
+    }
+    assert_eq!(attention(&wide(llama(1, 4096)), "b200", &off), Family::TiledWide);
+}
+
+/// Two CTAs with neighbouring row tiles share their copies.
+#[test]
+fn row_tiles_of_heads_of_512_are_clusters() {
+    let launch = |p: &Problem, options: &PlanOptions| {
+        let plan = plan(p, &device("h200"), options).unwrap();
+        let is_wide = |launch: &&Launch| launch.entry.family == Family::HopperWide;
+        let launch = plan.launches.iter().find(is_wide).unwrap();
+        (launch.cluster, launch.grid)
+    };
+    let wide = |s, past| with(llama(s, past), |p| p.head_size = 512);
+    let off = PlanOptions::default();
+    assert_eq!(launch(&wide(16, 0), &off), (1, [8, 1, 1]));
+    assert_eq!(launch(&wide(33, 0), &off), (2, [8 * 4, 1, 1]));
+    assert_eq!(launch(&wide(1024, 0), &off), (2, [8 * 64, 1, 1]));
+    let alone = PlanOptions { cluster: Some(1), ..PlanOptions::default() };
+    assert_eq!(launch(&wide(33, 0), &alone), (1, [8 * 3, 1, 1]));
+}
+
+#[test]
+fn heads_of_512_stay_inside_their_tensors() {
+    let call = |s, past, batch| {
+        with(llama(s, past), |p| (p.head_size, p.batch, p.lse) = (512, batch, past % 2 == 0))
+    };
+    for (s, past, batch) in [(1, 700, 1), (1, 64, 40), (8, 3000, 2), (200, 0, 3), (70, 130, 1)] {
+        for problem in [call(s, past, batch), equal(paged(&call(s, past, batch)))] {
+            for splits in [None, Some(5)] {
+                let options = PlanOptions { splits, ..PlanOptions::default() };
+                let plan = plan(&problem, &device("h200"), &options).unwrap();
+                let families: Vec<_> = plan.launches.iter().map(|l| l.entry.family).collect();
+                assert!(families.contains(&Family::HopperWide), "{families:?}");
+                plan.launches.iter().for_each(|launch| check(&plan, launch));
+            }
+        }
     }
 }
 
@@ -1016,6 +1081,7 @@ fn what_is_switched_off_leaves_the_unfused_kernels() {
          hopper_quantized switched off by GQA_DISABLE_FLASH_ATTENTION; \
          hopper switched off by GQA_DISABLE_FLASH_ATTENTION; \
          hopper_masked switched off by GQA_DISABLE_FLASH_ATTENTION; \
+         hopper_wide switched off by GQA_DISABLE_FLASH_ATTENTION; \
          tiled_tma switched off by GQA_DISABLE_FLASH_ATTENTION; \
          tiled switched off by GQA_DISABLE_FLASH_ATTENTION; \
          tiled_masked switched off by GQA_DISABLE_FLASH_ATTENTION; \
@@ -2011,7 +2077,7 @@ fn check(plan: &Plan, launch: &Launch) {
             Family::Decode | Family::DecodeQuantized => decode_reach(name, launch, element),
             Family::HopperPaged => hopper_paged_reach(name, launch, element),
             Family::TiledPaged => tiled_paged_reach(name, launch, element),
-            Family::Latent => latent_reach(name, launch, element),
+            Family::HopperWide | Family::Latent => latent_reach(name, launch, element),
             Family::HopperQuantized | Family::HopperPagedQuantized if name.ends_with("_scale") => {
                 scales_of(&plan.problem, arg)
             }
@@ -2340,14 +2406,14 @@ fn hopper_paged_reach(name: &str, launch: &Launch, element: usize) -> usize {
 fn latent_reach(name: &str, launch: &Launch, element: usize) -> usize {
     let p: &LatentParams = bytemuck::from_bytes(&launch.params);
     let a = &p.attention;
-    let rows = |strides, size| reach(strides, [1, a.q_heads, p.tokens], size) * element;
+    let rows = |strides, size| reach(strides, [p.entries, a.q_heads, p.tokens], size) * element;
     let (out, lse) = latent::partial_elements(p);
     match name {
         "q" => rows(a.q, a.head_size),
         "out" => rows(a.out, latent::VALUE_SIZE),
-        "lse" => (a.q_heads * p.tokens) as usize * 4,
+        "lse" => (p.entries * a.q_heads * p.tokens) as usize * 4,
         "starts" => (a.batch + 1) as usize * 4,
-        "past_seqlens" => a.batch as usize * 4,
+        "past_seqlens" | "query_seqlens" => a.batch as usize * 4,
         "block_table" => (a.batch * p.per_sequence) as usize * 4,
         "partial_out" => out * 4,
         "partial_lse" => lse * 4,

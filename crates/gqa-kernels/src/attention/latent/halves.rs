@@ -1,26 +1,27 @@
 //! A warpgroup that multiplies: the scores of every second tile, and half of the output's columns.
 
-use super::queries::Rotated;
+use super::queries::Held;
 use super::values::OUTPUTS;
-use super::{MULTIPLYING, OWN_GROUPS, QUERIES, ROW_SUMS, ROWS, SUMS, Work, row_of};
+use super::{MULTIPLYING, OWN_GROUPS, QUERIES, ROWS, SUMS, Shape, Work, row_of};
 use crate::concept::mask::Visible;
 use crate::concept::softmax::SoftmaxState;
 use crate::num::MmaElement;
 use crate::simt::*;
 use crate::tile::softmax::{ScoreScale, States, total};
+use core::ops::Range;
 
 /// Multiplies all tiles of the CTA; `half` is the warpgroup's number.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
-pub(super) fn run<T: MmaElement>(work: &Work<'_, T>, half: u32) {
+pub(super) fn run<S: Shape, T: MmaElement>(work: &Work<'_, S, T>, half: u32) {
     let mut this = Half::new(work, half);
     let mut tiles = Rolled(work.tiles.start + half..work.tiles.end, 2);
     if half == 0
         && let Some(first) = tiles.next()
     {
-        this.attend::<T, true>(work, first);
+        this.attend::<S, T, true>(work, first);
     }
     for tile in tiles {
-        this.attend::<T, false>(work, tile);
+        this.attend::<S, T, false>(work, tile);
     }
     this.attend_to_last(work);
     this.close(work);
@@ -29,9 +30,9 @@ pub(super) fn run<T: MmaElement>(work: &Work<'_, T>, half: u32) {
 /// What a thread keeps from tile to tile.
 pub(super) struct Half {
     pub(super) half: u32,
-    /// Parity of the half's next tile in its buffer.
+    /// Parity of the half's next tile among its tiles.
     pub(super) parity: u32,
-    pub(super) rotated: Rotated,
+    pub(super) held: Held,
     pub(super) scale: ScoreScale,
     /// The keys that each row sees.
     pub(super) visible: [Visible; 2],
@@ -43,17 +44,18 @@ pub(super) struct Half {
 impl Half {
     /// Loads the queries, too.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn new<T: MmaElement>(work: &Work<'_, T>, half: u32) -> Self {
-        let rotated = work.load_rotated();
+    fn new<S: Shape, T: MmaElement>(work: &Work<'_, S, T>, half: u32) -> Self {
+        let held = work.load_held();
         work.load_queries();
         named_barrier_sync(QUERIES, MULTIPLYING);
         let p = &work.p.attention;
         Self {
             half,
             parity: 0,
-            rotated,
+            held,
             scale: ScoreScale::new(p.scale, p.softcap),
-            visible: [0, 1].map(|half| work.row(row_of(half)).visible),
+            // No call has a window.
+            visible: [0, 1].map(|half| Visible { first: 0, ..work.row(row_of(half)).visible }),
             states: [[SoftmaxState::EMPTY; 2]],
             out: [0.0; OUTPUTS],
         }
@@ -67,63 +69,112 @@ impl Half {
 
     /// Attends to a tile of this half, and to the tile ahead of it, unless this is the first one.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn attend<T: MmaElement, const FIRST: bool>(&mut self, work: &Work<'_, T>, tile: u32) {
+    fn attend<S: Shape, T: MmaElement, const FIRST: bool>(
+        &mut self,
+        work: &Work<'_, S, T>,
+        tile: u32,
+    ) {
         let mut scores = self.begin_scores(work);
         if !FIRST {
             let weights = self.take(work);
-            self.begin_product::<T>(work, self.other(), &weights);
+            self.begin_product(work, self.other(), &weights);
+        }
+        if S::APART {
+            if FIRST {
+                wgmma_wait::<0>();
+            } else {
+                wgmma_wait::<2>();
+            }
+            self.release_keys(work, 0..OWN_GROUPS);
         }
         self.end_scores(work, &mut scores);
         if !FIRST {
             wgmma_wait::<1>();
-            self.release(work, self.other(), self.half * OWN_GROUPS);
-            self.release(work, self.other(), self.half * OWN_GROUPS + 1);
+            self.release_values(work, self.other(), 0);
+            self.release_values(work, self.other(), 1);
         }
         wgmma_wait::<0>();
+        if S::APART {
+            self.release_keys(work, OWN_GROUPS..S::LAST_GROUP);
+        }
         let weights = self.weigh(work, scores, tile);
         self.clear(work, tile, self.half);
-        self.begin_product::<T>(work, self.half, &weights);
+        self.begin_product(work, self.half, &weights);
         wgmma_wait::<1>();
-        self.release(work, self.half, self.half * OWN_GROUPS);
+        self.release_values(work, self.half, 0);
         wgmma_wait::<0>();
-        self.release(work, self.half, self.half * OWN_GROUPS + 1);
+        self.release_values(work, self.half, 1);
         self.parity ^= 1;
     }
 
     /// Attends to the last tile, if it is the other half's.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn attend_to_last<T: MmaElement>(&mut self, work: &Work<'_, T>) {
-        let count = work.tiles.end - work.tiles.start;
+    fn attend_to_last<S: Shape, T: MmaElement>(&mut self, work: &Work<'_, S, T>) {
+        let count = work.count();
         if count > 0 && count % 2 == self.half {
             let weights = self.take(work);
             self.clear(work, work.tiles.end - 1, self.other());
-            self.begin_product::<T>(work, self.other(), &weights);
+            self.begin_product(work, self.other(), &weights);
             wgmma_wait::<0>();
         }
     }
 
+    /// The buffer of the half's keys.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub(super) fn keys<S: Shape>(&self) -> u32 {
+        if S::APART { 0 } else { self.half }
+    }
+
+    /// The buffer of the values of that half's tile.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub(super) fn values<S: Shape>(owner: u32) -> u32 {
+        if S::APART { 1 } else { owner }
+    }
+
+    /// Releases groups of the half's keys.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub(super) fn release_keys<S: Shape, T: MmaElement>(
+        &self,
+        work: &Work<'_, S, T>,
+        groups: Range<u32>,
+    ) {
+        for group in groups {
+            self.release(work, self.keys::<S>(), group);
+        }
+    }
+
+    /// Releases the `nth` group of the half's columns of the values of that half's tile.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn release_values<S: Shape, T: MmaElement>(&self, work: &Work<'_, S, T>, owner: u32, nth: u32) {
+        self.release(work, Self::values::<S>(owner), self.half * OWN_GROUPS + nth);
+    }
+
     /// Releases a group of chunks for this warp, whose lanes have all read it.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub(super) fn release<T: MmaElement>(&self, work: &Work<'_, T>, buffer: u32, group: u32) {
+    fn release<S: Shape, T: MmaElement>(&self, work: &Work<'_, S, T>, buffer: u32, group: u32) {
         sync_warp();
+        let empty = work.empty(buffer, group);
         if lane() == 0 {
-            mbarrier_arrive(work.empty(buffer, group));
+            mbarrier_arrive(empty);
+        }
+        if S::APART && cluster_size() > 1 && lane() == 0 {
+            mbarrier_arrive_peer_after_reads(peer_address(empty, 1 - cluster_rank()));
         }
     }
 
     /// Adds up the sums of both halves, and writes the output.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn close<T: MmaElement>(&mut self, work: &Work<'_, T>) {
+    fn close<S: Shape, T: MmaElement>(&mut self, work: &Work<'_, S, T>) {
         let [states] = self.states.map(|rows| rows.map(total));
         for row in 0..2 {
             if lane() % 4 == 0 {
-                place(ROW_SUMS, self.half).store(row_of(row), states[row as usize].sum);
+                place(S::ROW_SUMS, self.half).store(row_of(row), states[row as usize].sum);
             }
         }
         named_barrier_sync(SUMS, MULTIPLYING);
         let factors = [0, 1].map(|row| {
             let SoftmaxState { max, sum } = states[row as usize];
-            let sum = sum + place(ROW_SUMS, self.other()).load(row_of(row));
+            let sum = sum + place(S::ROW_SUMS, self.other()).load(row_of(row));
             self.close_row(work, row, SoftmaxState { max, sum })
         });
         self.rescale(factors);

@@ -1,6 +1,10 @@
-//! Run by one warp: finds the blocks of the key tiles and copies them into the buffers.
+//! Run by a warp, or by two where values are apart: finds the blocks of the tiles and copies them
+//! into the buffers.
 
-use super::{BUFFERS, CHUNK_BYTES, GAPS, GROUPS, KEYS, LEAST_BOX, OWN_GROUPS, ROTATED, Work};
+use super::{
+    BUFFERS, CHUNK, CHUNK_BYTES, CONTIGUOUS, KEYS, LEAST_BOX, MAX_CLUSTER, MULTIPLYING, OWN_GROUPS,
+    ROTATED, Shape, VALUES, Work,
+};
 use crate::num::MmaElement;
 use crate::simt::*;
 
@@ -9,29 +13,73 @@ const UNITS: u32 = KEYS / LEAST_BOX;
 /// Tiles whose blocks the lanes hold at a time.
 const HELD: u32 = 32 / UNITS;
 
+/// Run by the last warpgroup.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+pub(super) fn run<S: Shape, T: MmaElement>(work: &Work<'_, S, T>, [k, v]: [TensorMap; 2]) {
+    match warp() - MULTIPLYING / 32 {
+        0 if S::APART => load(work, k, Tiles::Keys),
+        1 if S::APART => load(work, v, Tiles::Values),
+        0 => load(work, k, Tiles::Both),
+        _ => {}
+    }
+}
+
+/// What the tiles hold that a warp copies.
+#[derive(Clone, Copy, PartialEq)]
+enum Tiles {
+    Keys,
+    Values,
+    /// Keys, parts of which are values.
+    Both,
+}
+
+impl Tiles {
+    /// The buffer of the `nth` tile, the parity of the phase in which it becomes empty for this
+    /// tile, and the set of the barriers `FULL`.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn buffer(self, nth: u32) -> [u32; 3] {
+        match self {
+            Self::Keys => [0, (nth + 1) % 2, nth % 2],
+            Self::Values => [1, (nth + 1) % 2, VALUES],
+            Self::Both => [nth % BUFFERS, (nth / BUFFERS + 1) % 2, nth % 2],
+        }
+    }
+
+    /// The first group of the `nth` tile's but for the rotated channels, in the order in which
+    /// they become empty. The half that owns the tile before multiplies its values first.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn first_group(self, nth: u32) -> u32 {
+        match self {
+            Self::Keys => 0,
+            Self::Values => (nth + 1) % 2 * OWN_GROUPS,
+            Self::Both => nth % 2 * OWN_GROUPS,
+        }
+    }
+}
+
 /// Copies all tiles of the CTA, each group of chunks as soon as it is empty.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
-pub(super) fn load<T: MmaElement>(work: &Work<'_, T>, k: TensorMap) {
+fn load<S: Shape, T: MmaElement>(work: &Work<'_, S, T>, map: TensorMap, tiles: Tiles) {
     let mut held = 0;
     for tile in Rolled(work.tiles.clone(), 1) {
         let nth = tile - work.tiles.start;
         if nth % HELD == 0 {
             held = work.block_of((tile * UNITS + lane()) * LEAST_BOX);
         }
-        let buffer = nth % BUFFERS;
-        let boxes = Boxes::new(work, k, held, [tile, buffer]);
-        // Parity of the phase in which the buffer becomes empty for this tile.
-        let empty = (nth / BUFFERS + 1) % 2;
-        boxes.copy(work, ROTATED, empty);
-        for i in Rolled(0..GROUPS - 1, 1) {
-            boxes.copy(work, (buffer * OWN_GROUPS + i) % ROTATED, empty);
+        let [buffer, empty, set] = tiles.buffer(nth);
+        let boxes = Boxes::new(work, map, held, [tile, buffer, set]);
+        if tiles == Tiles::Both {
+            boxes.copy(work, ROTATED, empty);
+        }
+        for i in Rolled(0..ROTATED, 1) {
+            boxes.copy(work, (tiles.first_group(nth) + i) % ROTATED, empty);
         }
     }
 }
 
 /// A tile's boxes of one chunk: one for each lane of the first ones.
 struct Boxes {
-    k: TensorMap,
+    map: TensorMap,
     /// Boxes of a chunk.
     units: u32,
     /// The lane's box in a chunk: its block, its first row in the block and in the tile.
@@ -39,6 +87,8 @@ struct Boxes {
     row: u32,
     place: u32,
     buffer: u32,
+    /// The set of the barriers `FULL`.
+    set: u32,
     /// Which 16 rows of the tile are outside of the cache.
     gaps: u32,
 }
@@ -48,7 +98,12 @@ impl Boxes {
     /// many rows as a block, but not more than the tile. Blocks outside of the cache become one
     /// past its end, where TMA loads zeros.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn new<T>(work: &Work<'_, T>, k: TensorMap, held: u32, [tile, buffer]: [u32; 2]) -> Self {
+    fn new<S: Shape, T: MmaElement>(
+        work: &Work<'_, S, T>,
+        map: TensorMap,
+        held: u32,
+        [tile, buffer, set]: [u32; 3],
+    ) -> Self {
         let log_block = work.p.log_block_size;
         let log_rows = log_block.min(KEYS.ilog2());
         let units = KEYS >> log_rows;
@@ -61,18 +116,22 @@ impl Boxes {
         }
         let block = shfl_idx_u32(held, first + place / LEAST_BOX).min(work.p.blocks);
         let row = (tile * KEYS + place) & ((1 << log_block) - 1);
-        Self { k, units, block, row, place, buffer, gaps }
+        Self { map, units, block, row, place, buffer, set, gaps }
     }
 
-    /// Copies a group's chunks, once it is empty.
+    /// Copies a group's chunks, once it is empty; in a cluster one of them, to both CTAs.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn copy<T: MmaElement>(&self, work: &Work<'_, T>, group: u32, empty: u32) {
+    fn copy<S: Shape, T: MmaElement>(&self, work: &Work<'_, S, T>, group: u32, empty: u32) {
         let chunk = 2 * group + lane() / self.units;
-        let is_used = lane() < if group == ROTATED { self.units } else { 2 * self.units };
-        let full = work.full(self.buffer, chunk);
-        mbarrier_wait(work.empty(self.buffer, group), empty);
-        if group == ROTATED && lane() == 0 {
-            Shared::<u32>::at(GAPS).store(self.buffer, self.gaps);
+        let is_used = lane() < 2 * self.units && chunk < S::CHUNKS;
+        let full = work.full(self.set, chunk);
+        if S::APART {
+            mbarrier_wait_cluster(work.empty(self.buffer, group), empty);
+        } else {
+            mbarrier_wait(work.empty(self.buffer, group), empty);
+        }
+        if group == S::LAST_GROUP && lane() == 0 {
+            Shared::<u32>::at(S::GAPS).store(self.buffer, self.gaps);
         }
         if is_used && self.place == 0 {
             mbarrier_arrive_expect(full, CHUNK_BYTES);
@@ -80,16 +139,24 @@ impl Boxes {
         sync_warp();
         if is_used {
             let to = work.buffer(self.buffer) + chunk * CHUNK_BYTES + self.place * 128;
-            tma_load(to, self.k, [0, self.row, chunk, self.block], full);
+            let from = [chunk * CHUNK, self.row, work.rows.kv_head, self.block];
+            if !S::APART || work.cluster == 1 {
+                tma_load(to, self.map, from, full);
+            } else if chunk % MAX_CLUSTER == work.rank {
+                tma_load_multicast(to, self.map, from, full, (1 << MAX_CLUSTER) - 1);
+            }
         }
     }
 }
 
-impl<T: MmaElement> Work<'_, T> {
+impl<S: Shape, T: MmaElement> Work<'_, S, T> {
     /// The block of a row of the sequence; of rows that no query row sees, whose entries are
     /// undefined, the last one that is seen.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn block_of(&self, row: u32) -> u32 {
+        if S::APART && self.p.log_block_size == CONTIGUOUS {
+            return self.rows.batch;
+        }
         let nth = row.min(self.end - 1) >> self.p.log_block_size;
         let entry = self.rows.batch as usize * self.p.per_sequence as usize + nth as usize;
         self.to.block_table.load(entry) as u32

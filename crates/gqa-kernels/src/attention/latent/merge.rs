@@ -2,9 +2,9 @@
 //!
 //! **One CTA** sums 128 columns of a row: each of its warps some of the splits, each lane four
 //! columns. Shared memory has the weights of the splits, then the sums of the warps. **Grid**:
-//! (query head, token), then columns.
+//! (batch entry, query head, row), then columns.
 
-use super::VALUE_SIZE;
+use super::{VALUE_SIZE, partial_rows};
 use crate::attention::split_kv::MAX_SPLITS;
 use crate::concept::softmax::{LOG2_E, SoftmaxState};
 use crate::num::MmaElement;
@@ -38,7 +38,7 @@ pub fn merge<T: MmaElement>(
     grid_dependency_wait();
     launch_dependents();
     let (row, splits) = (block_idx_x(), p.attention.splits);
-    let rows = (p.attention.q_heads * p.tokens) as usize;
+    let rows = partial_rows(&p);
     let column = block_idx_y() * COLUMNS + 4 * lane();
     if warp() == 0 {
         let state = weigh(partial_lse.offset(row as usize), rows, splits);
@@ -54,10 +54,12 @@ pub fn merge<T: MmaElement>(
         .store_vec(0, sums.map(f32::to_bits));
     sync_threads();
     if warp() == 0 {
-        let [head, token] = [row / p.tokens.max(1), row % p.tokens.max(1)];
+        let [heads, tokens] = [p.attention.q_heads.max(1), p.tokens.max(1)];
+        let [head, token] = [row / tokens, row % tokens];
         let sums = add_warps(4 * lane());
         let words = [T::pack(sums[0], sums[1]), T::pack(sums[2], sums[3])];
-        out.store_vec8(p.attention.out.at(0, head, token) + column as usize, words);
+        let at = p.attention.out.at(head / heads, head % heads, token);
+        out.store_vec8(at + column as usize, words);
     }
 }
 

@@ -1,6 +1,7 @@
-//! The queries: the channels that values have in shared memory, the rotated ones in registers.
+//! The queries: 512 channels in shared memory, and a chunk in registers, which of a latent cache is
+//! the rotated channels.
 
-use super::{MULTIPLYING, QUERY_CHUNK, ROWS, VALUE_SIZE, Work, row_of};
+use super::{CHUNK, MULTIPLYING, QUERY_CHUNK, ROWS, Shape, VALUE_SIZE, Work, row_of};
 use crate::num::MmaElement;
 use crate::simt::*;
 
@@ -9,11 +10,11 @@ const VECTORS: u32 = VALUE_SIZE / 8;
 /// Vectors that a thread has in flight.
 const BATCH: u32 = 8;
 
-/// Left operands of products with the rotated channels, for each 16 of them.
-pub(super) type Rotated = [[u32; 4]; 4];
+/// Left operands of products with a chunk, for each 16 channels.
+pub(super) type Held = [[u32; 4]; 4];
 
-impl<T: MmaElement> Work<'_, T> {
-    /// Loads this thread's share of the queries to shared memory. Rows without a token become
+impl<S: Shape, T: MmaElement> Work<'_, S, T> {
+    /// Loads this thread's share of the queries to shared memory. Rows that do not exist become
     /// zeros.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn load_queries(&self) {
@@ -39,14 +40,14 @@ impl<T: MmaElement> Work<'_, T> {
         fence_proxy_async();
     }
 
-    /// The rotated channels of the thread's rows.
+    /// The chunk that stays in registers, of the thread's rows.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub(super) fn load_rotated(&self) -> Rotated {
-        let rows = [0, 1].map(|half| self.query(row_of(half)));
+    pub(super) fn load_held(&self) -> Held {
         let mut operands = [[0; 4]; 4];
+        let rows = [0, 1].map(|half| self.query(row_of(half)));
         for depth in 0..4 {
             for i in 0..4 {
-                let channel = VALUE_SIZE + depth * 16 + i / 2 * 8 + lane() % 4 * 2;
+                let channel = S::HELD * CHUNK + depth * 16 + i / 2 * 8 + lane() % 4 * 2;
                 if let Some(from) = rows[i as usize % 2] {
                     operands[depth as usize][i as usize] =
                         self.to.q.load_word(from + channel as usize);
@@ -56,11 +57,11 @@ impl<T: MmaElement> Work<'_, T> {
         operands
     }
 
-    /// Where row `r` of the tile lies in q, if it is a token.
+    /// Where row `r` of the tile lies in q, if it exists.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn query(&self, r: u32) -> Option<usize> {
         let row = self.row(r);
-        let is_token = self.is_token(r, row);
-        is_token.then(|| self.p.attention.q.at(0, row.head, self.rows.start + row.s))
+        let [entry, head, s] = self.indices(row);
+        self.exists(row).then(|| self.p.attention.q.at(entry, head, s))
     }
 }

@@ -2,10 +2,7 @@
 
 use super::halves::{Half, place};
 use super::values::{OUTPUTS, Weights, weights_place};
-use super::{
-    CHUNK_BYTES, DEPTHS, GAPS, KEYS, LEAST_BOX, MAXIMA, OWN_CHUNKS, QUERY_CHUNK, ROTATED,
-    VALUE_CHUNKS, Work, row_of,
-};
+use super::{CHUNK_BYTES, DEPTHS, KEYS, LEAST_BOX, OWN_CHUNKS, QUERY_CHUNK, Shape, Work, row_of};
 use crate::num::MmaElement;
 use crate::simt::*;
 use crate::tile::descriptor::Descriptor;
@@ -28,20 +25,20 @@ fn add_scores<T: MmaElement>(scores: &mut Scores, [q, k]: [Descriptor; 2], chunk
 
 impl Half {
     /// Begins to multiply the queries by the keys of the half's next tile, each chunk once it has
-    /// arrived: the rotated channels, and the half's own columns.
+    /// arrived: the one whose queries are in registers, then half of the others.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub(super) fn begin_scores<T: MmaElement>(&self, work: &Work<'_, T>) -> Scores {
+    pub(super) fn begin_scores<S: Shape, T: MmaElement>(&self, work: &Work<'_, S, T>) -> Scores {
         let mut scores = [0.0; 4 * N8];
-        let [_, k] = self.chunks(work, VALUE_CHUNKS);
-        self.await_chunk(work, VALUE_CHUNKS);
+        let [_, k] = self.chunks(work, S::HELD);
+        self.await_chunk(work, S::HELD);
         wgmma_fence();
         for depth in 0..4 {
-            let operand = self.rotated[depth as usize];
+            let operand = self.held[depth as usize];
             T::wgmma_k_major(&mut scores, depth > 0, operand, k.at(depth * 32));
         }
-        let first = self.half * OWN_CHUNKS;
+        let first = self.first_chunk::<S>(0);
         let chunks = self.chunks(work, first);
-        for chunk in 0..OWN_CHUNKS {
+        for chunk in u32::from(S::APART)..OWN_CHUNKS {
             self.await_chunk(work, first + chunk);
             wgmma_fence();
             add_scores::<T>(&mut scores, chunks, chunk);
@@ -50,12 +47,15 @@ impl Half {
         scores
     }
 
-    /// Begins to multiply the rest: the other half's columns. They have mostly arrived, and
-    /// products without a wait between them are one group to the hardware, too, so that the one
-    /// ahead can be waited for.
+    /// Begins to multiply the rest. These chunks have mostly arrived, and products without a wait
+    /// between them are one group to the hardware, too, so that the one ahead can be waited for.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub(super) fn end_scores<T: MmaElement>(&self, work: &Work<'_, T>, scores: &mut Scores) {
-        let first = self.other() * OWN_CHUNKS;
+    pub(super) fn end_scores<S: Shape, T: MmaElement>(
+        &self,
+        work: &Work<'_, S, T>,
+        scores: &mut Scores,
+    ) {
+        let first = self.first_chunk::<S>(1);
         let chunks = self.chunks(work, first);
         for chunk in 0..OWN_CHUNKS {
             self.await_chunk(work, first + chunk);
@@ -67,17 +67,28 @@ impl Half {
         wgmma_commit();
     }
 
+    /// The first chunk of part 0 or 1 of the scores: of a latent cache the half's own columns come
+    /// first, else the first ones, whose place is the first to be filled again.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn first_chunk<S: Shape>(&self, part: u32) -> u32 {
+        OWN_CHUNKS * if S::APART { part } else { self.half ^ part }
+    }
+
     /// Waits for a chunk of the half's next tile.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn await_chunk<T: MmaElement>(&self, work: &Work<'_, T>, chunk: u32) {
+    fn await_chunk<S: Shape, T: MmaElement>(&self, work: &Work<'_, S, T>, chunk: u32) {
         mbarrier_wait(work.full(self.half, chunk), self.parity);
     }
 
     /// The queries and the half's buffer from a chunk on.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn chunks<T: MmaElement>(&self, work: &Work<'_, T>, first: u32) -> [Descriptor; 2] {
+    fn chunks<S: Shape, T: MmaElement>(
+        &self,
+        work: &Work<'_, S, T>,
+        first: u32,
+    ) -> [Descriptor; 2] {
         let q = work.base + first * QUERY_CHUNK;
-        let k = work.buffer(self.half) + first * CHUNK_BYTES;
+        let k = work.buffer(self.keys::<S>()) + first * CHUNK_BYTES;
         // Broadcast, so that the compiler knows that they are warp-uniform: descriptors are made in
         // uniform registers, or else take longer to make than the products.
         [q, k].map(|address| Descriptor::new(shfl_idx_u32(address, 0), 16))
@@ -86,17 +97,17 @@ impl Half {
     /// Turns the scores of a tile into P, rescales the output to the new row maxima, and passes
     /// both to the other half. Releases what only the scores needed.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub(super) fn weigh<T: MmaElement>(
+    pub(super) fn weigh<S: Shape, T: MmaElement>(
         &mut self,
-        work: &Work<'_, T>,
+        work: &Work<'_, S, T>,
         scores: Scores,
         tile: u32,
     ) -> Weights {
         let mut scores: Fragments<1, N8> =
             [core::array::from_fn(|block| core::array::from_fn(|i| scores[4 * block + i]))];
         self.scale.adjust(&mut scores);
-        self.hide(&mut scores, tile * KEYS);
-        self.release(work, self.half, ROTATED);
+        self.hide::<S>(&mut scores, tile * KEYS);
+        self.release_keys(work, S::LAST_GROUP..S::GROUPS);
         let Self { states, out, scale, .. } = self;
         weigh_and_rescale::<1, 2, N8>(states, &mut scores, *scale, |_, row, factor| {
             for block in 0..OUTPUTS / 4 {
@@ -112,12 +123,12 @@ impl Half {
 
     /// Hides keys from `begin` on that a row does not see, or that are outside of the cache.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn hide(&self, scores: &mut Fragments<1, N8>, begin: u32) {
+    fn hide<S: Shape>(&self, scores: &mut Fragments<1, N8>, begin: u32) {
         let visible = self.visible;
         if any_sync(begin + KEYS > visible[0].end.min(visible[1].end)) {
             mask(scores, begin, |_, half| visible[half]);
         }
-        let gaps = Shared::<u32>::at(GAPS).load(self.half);
+        let gaps = Shared::<u32>::at(S::GAPS).load(self.keys::<S>());
         if any_sync(gaps != 0) {
             for block in 0..N8 {
                 if gaps >> (8 * block as u32 / LEAST_BOX) & 1 != 0 {
@@ -129,13 +140,13 @@ impl Half {
 
     /// Leaves P and the row maxima for the same threads of the other half.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn pass<T: MmaElement>(&self, work: &Work<'_, T>, weights: &Weights) {
+    fn pass<S: Shape, T: MmaElement>(&self, work: &Work<'_, S, T>, weights: &Weights) {
         for depth in 0..DEPTHS {
             st_shared_vec(weights_place(work, self.half, depth), weights[depth]);
         }
         for row in 0..2 {
             if lane() % 4 == 0 {
-                place(MAXIMA, self.half).store(row_of(row), self.states[0][row as usize].max);
+                place(S::MAXIMA, self.half).store(row_of(row), self.states[0][row as usize].max);
             }
         }
         mbarrier_arrive(work.passed(self.half));

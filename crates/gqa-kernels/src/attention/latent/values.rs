@@ -2,8 +2,8 @@
 
 use super::halves::{Half, place};
 use super::{
-    CHUNK_BYTES, CLEARED, COLUMNS, DEPTHS, KEYS, MAXIMA, OWN_CHUNKS, WARPGROUP, WEIGHT_BYTES,
-    WEIGHTS, Work, row_of,
+    CHUNK_BYTES, CLEARED, COLUMNS, DEPTHS, KEYS, OWN_CHUNKS, Shape, VALUES, WARPGROUP,
+    WEIGHT_BYTES, Work, row_of,
 };
 use crate::num::MmaElement;
 use crate::simt::*;
@@ -17,13 +17,13 @@ pub(super) type Weights = [[u32; 4]; DEPTHS];
 impl Half {
     /// Takes P of the other half's tile, and rescales the output to the row maxima of that tile.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub(super) fn take<T: MmaElement>(&mut self, work: &Work<'_, T>) -> Weights {
+    pub(super) fn take<S: Shape, T: MmaElement>(&mut self, work: &Work<'_, S, T>) -> Weights {
         let other = self.other();
         // The tile ahead of one of half 1 has the same place in its buffer's order, the tile ahead
         // of one of half 0 the place before.
         mbarrier_wait(work.passed(other), self.parity ^ other);
         let weights = core::array::from_fn(|i| ld_shared_vec(weights_place(work, other, i)));
-        let maxima = [0, 1].map(|row| place(MAXIMA, other).load(row_of(row)));
+        let maxima = [0, 1].map(|row| place(S::MAXIMA, other).load(row_of(row)));
         let [states] = &mut self.states;
         if any_sync(maxima[0] != states[0].max || maxima[1] != states[1].max) {
             let factors = [0, 1].map(|row| states[row].raise(maxima[row]));
@@ -32,30 +32,49 @@ impl Half {
         weights
     }
 
-    /// Begins to add the product of P and values of the buffer's tile, in two groups: the left and
+    /// Begins to add the product of P and values of that half's tile, in two groups: the left and
     /// the right columns of this half, so that the left ones can be released first.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub(super) fn begin_product<T: MmaElement>(
+    pub(super) fn begin_product<S: Shape, T: MmaElement>(
         &mut self,
-        work: &Work<'_, T>,
-        buffer: u32,
+        work: &Work<'_, S, T>,
+        owner: u32,
         weights: &Weights,
     ) {
-        let values = Descriptor::new(shfl_idx_u32(self.columns(work, buffer), 0), CHUNK_BYTES);
+        let values = Descriptor::new(shfl_idx_u32(self.columns(work, owner), 0), CHUNK_BYTES);
+        self.await_values(work, owner);
         let [left, right] = halves(&mut self.out);
         begin_product::<T>(left, weights, values, 0);
         begin_product::<T>(right, weights, values, OWN_CHUNKS / 2);
     }
 
+    /// Waits for this half's columns of the values of that half's tile. Values that are parts of
+    /// keys have arrived when there are scores.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn await_values<S: Shape, T: MmaElement>(&self, work: &Work<'_, S, T>, owner: u32) {
+        if S::APART {
+            for chunk in 0..OWN_CHUNKS {
+                let chunk = self.half * OWN_CHUNKS + chunk;
+                mbarrier_wait(work.full(VALUES, chunk), owner);
+            }
+        }
+    }
+
     /// Clears rows of the last tile that no query row sees: they may hold anything, NaN included,
     /// and 0 · NaN is NaN.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub(super) fn clear<T: MmaElement>(&self, work: &Work<'_, T>, tile: u32, buffer: u32) {
-        let valid = work.end - tile * KEYS;
+    pub(super) fn clear<S: Shape, T: MmaElement>(
+        &self,
+        work: &Work<'_, S, T>,
+        tile: u32,
+        owner: u32,
+    ) {
+        let valid = work.end() - tile * KEYS;
         if any_sync(valid < KEYS) {
+            self.await_values(work, owner);
             // Other warps may still read keys.
             named_barrier_sync(CLEARED + self.half, WARPGROUP);
-            let first = self.columns(work, buffer);
+            let first = self.columns(work, owner);
             let thread = thread_idx() % WARPGROUP;
             for vector in Rolled(valid * 8 + thread..KEYS * 8, WARPGROUP) {
                 for chunk in 0..OWN_CHUNKS {
@@ -67,10 +86,10 @@ impl Half {
         }
     }
 
-    /// Address of this half's columns in a buffer.
+    /// Address of this half's columns of the values of that half's tile.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn columns<T: MmaElement>(&self, work: &Work<'_, T>, buffer: u32) -> u32 {
-        work.buffer(buffer) + self.half * OWN_CHUNKS * CHUNK_BYTES
+    fn columns<S: Shape, T: MmaElement>(&self, work: &Work<'_, S, T>, owner: u32) -> u32 {
+        work.buffer(Self::values::<S>(owner)) + self.half * OWN_CHUNKS * CHUNK_BYTES
     }
 }
 
@@ -102,7 +121,11 @@ fn halves(out: &mut [f32; OUTPUTS]) -> [&mut [f32; OUTPUTS / 2]; 2] {
 
 /// Where a half leaves a left operand of P for the same thread of the other one.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
-pub(super) fn weights_place<T: MmaElement>(work: &Work<'_, T>, half: u32, depth: usize) -> u32 {
+pub(super) fn weights_place<S: Shape, T: MmaElement>(
+    work: &Work<'_, S, T>,
+    half: u32,
+    depth: usize,
+) -> u32 {
     let operand = depth as u32 * WARPGROUP + thread_idx() % WARPGROUP;
-    work.base + WEIGHTS + half * WEIGHT_BYTES + operand * 16
+    work.base + S::WEIGHTS + half * WEIGHT_BYTES + operand * 16
 }

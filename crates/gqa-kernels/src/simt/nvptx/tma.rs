@@ -30,6 +30,7 @@ impl TensorMap {
     feature = "family-hopper-quantized",
     feature = "family-hopper-paged-quantized",
     feature = "family-hopper-float8",
+    feature = "family-hopper-wide",
     feature = "family-latent",
     feature = "family-tiled-tma"
 ))]
@@ -53,6 +54,7 @@ macro_rules! tensor_map_param {
     feature = "family-hopper-quantized",
     feature = "family-hopper-paged-quantized",
     feature = "family-hopper-float8",
+    feature = "family-hopper-wide",
     feature = "family-latent",
     feature = "family-tiled-tma"
 ))]

@@ -1,26 +1,26 @@
-//! `latent`: decode steps over a paged latent KV cache.
+//! `latent`: decode steps over a paged latent KV cache; and what `hopper_wide` shares with it.
 
-use super::hopper::boxes;
-use super::hopper_paged::{beside, pages};
-use crate::Result;
+use super::hopper::tensor_map;
+use super::hopper_paged::pages;
 use crate::plan::TensorId;
 use crate::plan::build::{launch, pages_strides, tensor, u32_of};
 use crate::plan::decision::Rejection;
-use crate::plan::device::{Capability, DeviceInfo};
+use crate::plan::device::Capability;
 use crate::plan::family::{Call, Family, Job, Kernel};
 use crate::plan::launch::{Arg, Launch};
 use crate::plan::options::PlanOption;
 use crate::plan::params::{output, params};
 use crate::plan::{requirements, select};
-use crate::problem::{Pages, Problem, Sink};
-use gqa_kernels::attention::latent as kernels;
+use crate::problem::{Problem, Sink};
+use crate::{Error, Result};
+use gqa_kernels::attention::latent::{self as kernels, Shape};
 use gqa_kernels::params::{AttentionParams, LatentParams, Strides};
-use gqa_kernels::registry::{self, Role};
+use gqa_kernels::registry::{self, Entry, Role, entries};
 
 pub(in crate::plan) struct Latent;
 
 /// Most CTAs in z of a grid.
-const MOST_SEQUENCES: usize = 65_535;
+pub(super) const MOST_SEQUENCES: usize = 65_535;
 
 impl Family for Latent {
     fn module(&self) -> registry::Family {
@@ -39,6 +39,10 @@ impl Family for Latent {
         true
     }
 
+    fn follows_append(&self) -> bool {
+        true
+    }
+
     fn options(&self) -> &'static [PlanOption] {
         use PlanOption::{DisableFlashAttention, DisableFusedKv, Splits};
         &[DisableFlashAttention, DisableFusedKv, Splits]
@@ -46,7 +50,7 @@ impl Family for Latent {
 
     fn choose(&self, call: &Call<'_>) -> Result<Kernel, Rejection> {
         let p = call.problem;
-        let size = [kernels::KEY_SIZE, kernels::VALUE_SIZE].map(|size| size as usize);
+        let size = [kernels::Latent::KEY_SIZE, kernels::VALUE_SIZE].map(|size| size as usize);
         if !p.latent || [p.head_size, p.v_head_size] != size {
             return Err(Rejection::OtherHeadSize { got: p.head_size });
         }
@@ -58,41 +62,61 @@ impl Family for Latent {
         requirements::narrow_output(p)?;
         let entry = select::smallest(self, call)?;
         select::capabilities(&[Capability::Wgmma], call.device)?;
-        let splits = match call.options.splits {
-            Some(splits) => splits,
-            None => splits(p, call.device).map_err(|_| Rejection::TooLarge)?,
-        };
-        Ok(Kernel::split(entry, splits))
+        let params = latent_params(p, Strides::default(), 1).map_err(|_| Rejection::TooLarge)?;
+        Ok(Kernel::split(entry, splits(call, &params, p.head_size, 1)))
     }
 
     fn launches(&self, kernel: &Kernel, job: Job<'_>) -> Result<Vec<Launch>> {
-        let (p, entry) = (job.problem, kernel.entry);
-        let params = latent_params(p, job.rows.query.strides, kernel.splits)?;
-        let mut arguments = arguments(&job, &params)?;
-        let merges = kernel.splits > 1;
-        let (out, lse) = kernels::partial_elements(&params);
-        let mut take = |elements: usize| match merges {
-            true => job.scratch.take(elements, size_of::<f32>()),
-            false => Ok(Arg::Null),
-        };
-        arguments.extend([("partial_out", take(out)?), ("partial_lse", take(lse)?)]);
-        let programmatic = job.device.has(Capability::ProgrammaticLaunch);
-        let launch =
-            |entry, grid| Ok(Launch { programmatic, ..launch(entry, grid, &arguments, &params)? });
-        let mut launches = vec![launch(entry, kernels::grid(&params))?];
-        if merges {
-            launches.push(launch(beside(entry, Role::Merge)?, kernels::merge_grid(&params))?);
-        }
-        Ok(launches)
+        let params = latent_params(job.problem, job.rows.query.strides, kernel.splits)?;
+        let keys = paged_map(&job, job.rows.attended[0], &params)?;
+        launches(job, kernel, vec![("k", keys)], &params)
     }
 }
 
+/// The attention, and its merge where keys are split.
+pub(super) fn launches(
+    job: Job<'_>,
+    kernel: &Kernel,
+    maps: Vec<(&'static str, Arg)>,
+    params: &LatentParams,
+) -> Result<Vec<Launch>> {
+    let Kernel { entry, cluster, .. } = *kernel;
+    let merges = params.attention.splits > 1;
+    let (out, lse) = kernels::partial_elements(params);
+    let mut take = |elements: usize| match merges {
+        true => job.scratch.take(elements, size_of::<f32>()),
+        false => Ok(Arg::Null),
+    };
+    let partial = [("partial_out", take(out)?), ("partial_lse", take(lse)?)];
+    let arguments = [&maps[..], &arguments(&job), &partial].concat();
+    let programmatic = job.device.has(Capability::ProgrammaticLaunch);
+    let launch =
+        |entry, grid| Ok(Launch { programmatic, ..launch(entry, grid, &arguments, params)? });
+    let attention = launch(entry, kernels::grid(params, cluster))?;
+    let mut launches = vec![Launch { cluster, ..attention }];
+    if merges {
+        launches.push(launch(merge_of(entry)?, kernels::merge_grid(params))?);
+    }
+    Ok(launches)
+}
+
+/// The merge for the element type of such a kernel.
+fn merge_of(entry: &Entry) -> Result<&'static Entry> {
+    let is_it = |other: &&Entry| {
+        other.family == registry::Family::Latent
+            && other.role == Role::Merge
+            && other.dtype == entry.dtype
+    };
+    let missing = || Error::NoKernel(format!("{} has no merge", entry.name));
+    entries().find(is_it).ok_or_else(missing)
+}
+
 /// Nothing but q·k, lengths and a softcap decides scores.
-fn scores_alone(p: &Problem) -> Result<(), Rejection> {
+pub(super) fn scores_alone(p: &Problem) -> Result<(), Rejection> {
     let refuse = |name| Err(Rejection::Argument { name });
     // What appends new rows rotates queries too, and leaves them in the places of as many tokens of
     // each sequence.
-    let is_even = p.pages.is_some_and(|pages| pages.tokens == p.batch * p.q_len);
+    let is_even = p.pages.is_none_or(|pages| pages.tokens == p.batch * p.q_len);
     let turned_ahead = is_even && !p.reads_pages_only();
     match () {
         () if p.rotary.is_some() && !turned_ahead => refuse("cos_cache"),
@@ -104,12 +128,16 @@ fn scores_alone(p: &Problem) -> Result<(), Rejection> {
     }
 }
 
-fn splits(p: &Problem, device: &DeviceInfo) -> Result<u32> {
-    let params = latent_params(p, Strides::default(), 1)?;
-    Ok(kernels::splits(&params, p.most_keys(), device.multiprocessors))
+/// Into how many parts the keys are split, whose tiles hold so many elements of a token.
+pub(super) fn splits(call: &Call<'_>, params: &LatentParams, elements: usize, cluster: u32) -> u32 {
+    let Call { problem: p, device, options, .. } = *call;
+    let (keys, key_bytes) = (p.most_keys(), (elements * p.dtype.size()) as u32);
+    let best = || kernels::splits(params, keys, key_bytes, cluster, device.multiprocessors);
+    options.splits.unwrap_or_else(best)
 }
 
-fn latent_params(p: &Problem, queries: Strides, splits: u32) -> Result<LatentParams> {
+/// Over blocks.
+pub(super) fn latent_params(p: &Problem, queries: Strides, splits: u32) -> Result<LatentParams> {
     let pages = pages(p)?;
     let params = params(p, queries, splits)?;
     let out = Strides { batch: 0, ..params.out };
@@ -120,32 +148,31 @@ fn latent_params(p: &Problem, queries: Strides, splits: u32) -> Result<LatentPar
         log_block_size: pages.block_size.ilog2(),
         blocks: u32_of("blocks", pages.blocks)?,
         counts_new: pages.counts_new.into(),
-        reserved: 0,
+        entries: 1,
     })
 }
 
-fn arguments(job: &Job<'_>, params: &LatentParams) -> Result<Vec<(&'static str, Arg)>> {
+fn arguments(job: &Job<'_>) -> Vec<(&'static str, Arg)> {
     let p = job.problem;
     let tensor = |id| tensor(p, id, 0);
-    Ok(vec![
-        ("k", keys(job, pages(p)?, params)),
+    vec![
         ("q", job.rows.query.arg),
         ("starts", tensor(TensorId::CumulativeSequenceLength)),
         ("past_seqlens", tensor(TensorId::SeqlensK)),
+        ("query_seqlens", tensor(TensorId::QuerySeqlens)),
         ("block_table", tensor(TensorId::BlockTable)),
         ("lse", tensor(TensorId::Lse)),
         output(p)[0],
-    ])
+    ]
 }
 
-/// The cache by chunks of channels, which are the third dimension: a box has a chunk of a tile's
-/// rows, or where blocks are smaller of a block's.
-fn keys(job: &Job<'_>, pages: Pages, params: &LatentParams) -> Arg {
+/// The map of a cache in blocks: a box has a chunk of a tile's rows, or where blocks are smaller of
+/// a block's.
+pub(super) fn paged_map(job: &Job<'_>, cache: Arg, params: &LatentParams) -> Result<Arg> {
     let p = job.problem;
-    let [key] = [job.rows.attended[0]];
-    let cache = pages_strides(p, pages, p.dtype.size());
+    let strides = pages_strides(p, pages(p)?, p.dtype.size());
     let rows = 1 << params.log_block_size;
-    let size = [kernels::CHUNK, rows, kernels::CHUNKS, params.blocks];
-    let tile = [kernels::KEYS.min(rows), 1];
-    boxes(p, key, [cache.row, u64::from(kernels::CHUNK), cache.batch], size, tile)
+    let AttentionParams { head_size, kv_heads, .. } = params.attention;
+    let size = [head_size, rows, kv_heads, params.blocks];
+    Ok(tensor_map(p, cache, strides, size, kernels::KEYS.min(rows)))
 }

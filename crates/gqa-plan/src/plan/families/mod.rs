@@ -11,6 +11,7 @@ mod hopper_masked;
 mod hopper_paged;
 mod hopper_paged_quantized;
 mod hopper_quantized;
+mod hopper_wide;
 mod latent;
 mod split_kv;
 mod split_kv_masked;
@@ -25,13 +26,14 @@ mod unfused;
 use super::family::Family;
 
 /// All families, best first: the order in which the cascade asks them.
-pub(super) static FAMILIES: [&dyn Family; 21] = [
+pub(super) static FAMILIES: [&dyn Family; 23] = [
     &decode_paged::DecodePaged,
     &decode_paged_quantized::DecodePagedQuantized,
     &hopper_paged_quantized::HopperPagedQuantized,
     &hopper_paged::HopperPaged { divides: true },
     &tiled_paged::TiledPaged,
     &latent::Latent,
+    &hopper_wide::HopperWide { paged: true },
     &decode_quantized::DecodeQuantized,
     &decode::Decode,
     &split_kv::SplitKv,
@@ -40,6 +42,7 @@ pub(super) static FAMILIES: [&dyn Family; 21] = [
     &hopper_quantized::HopperQuantized,
     &hopper::Hopper,
     &hopper_masked::HopperMasked,
+    &hopper_wide::HopperWide { paged: false },
     &tiled_tma::TiledTma,
     &tiled::Tiled,
     &tiled_masked::TiledMasked,
@@ -54,5 +57,6 @@ pub(super) use decode_paged::{DecodePaged, in_parts};
 pub(super) use decode_paged_quantized::DecodePagedQuantized;
 pub(super) use hopper_paged::HopperPaged;
 pub(super) use hopper_paged_quantized::HopperPagedQuantized;
+pub(super) use hopper_wide::HopperWide;
 pub(super) use latent::Latent;
 pub(super) use tiled_paged::TiledPaged;

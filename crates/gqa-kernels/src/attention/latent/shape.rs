@@ -1,0 +1,70 @@
+//! What the kernels of this skeleton differ in: how wide keys are, and where values lie.
+
+use super::{
+    BUFFERS, CHUNK, CHUNK_BYTES, QUERY_CHUNK, ROWS, VALUE_CHUNKS, VALUE_SIZE, WEIGHT_BYTES,
+};
+
+/// A shape: the channels of a key, and offsets in shared memory.
+pub trait Shape {
+    /// Channels of a key.
+    const KEY_SIZE: u32;
+    /// Whether values have tiles of their own. Otherwise they are the keys' first channels.
+    const APART: bool;
+    /// The chunk of the queries that stays in registers, the first of a key that is multiplied.
+    const HELD: u32;
+
+    /// Chunks of a buffer.
+    const CHUNKS: u32 = Self::KEY_SIZE / CHUNK;
+    /// Groups of chunks that are emptied together: pairs, and the rotated channels.
+    const GROUPS: u32 = Self::CHUNKS.div_ceil(2);
+    /// The group of a key tile that its owner releases last, behind the mask.
+    const LAST_GROUP: u32 = Self::GROUPS - 1;
+    /// Sets of the barriers `FULL`: for the keys of each half, and for values that are apart. A
+    /// half waits for every phase of those that it reads.
+    const SETS: u32 = if Self::APART { 3 } else { 2 };
+    /// Bytes of a buffer.
+    const BUFFER_BYTES: u32 = Self::CHUNKS * CHUNK_BYTES;
+
+    /// Offset of the buffers, after the queries.
+    const KV: u32 = VALUE_CHUNKS * QUERY_CHUNK;
+    /// Offset of P of the last tile of each half.
+    const WEIGHTS: u32 = Self::KV + BUFFERS * Self::BUFFER_BYTES;
+    /// Offset of the rows, as [`Row::keep`](crate::tile::rows::Row::keep) stores them.
+    const ROW_PLACES: u32 = Self::WEIGHTS + BUFFERS * WEIGHT_BYTES;
+    /// Offset of the row maxima after that tile of each half.
+    const MAXIMA: u32 = Self::ROW_PLACES + ROWS * 16;
+    /// Offset of the rows' sums of each half.
+    const ROW_SUMS: u32 = Self::MAXIMA + BUFFERS * ROWS * 4;
+    /// Offset of which 16 rows of each buffer are outside of the cache: a bit each.
+    const GAPS: u32 = Self::ROW_SUMS + BUFFERS * ROWS * 4;
+    /// Offset of two numbers for which registers are too few: keys that some row sees, and tiles.
+    const COUNTS: u32 = Self::GAPS + 4 * BUFFERS;
+    /// Offset of the barriers `FULL`.
+    const FULL: u32 = Self::COUNTS + if Self::APART { 8 } else { 0 };
+    /// Offset of the barriers `EMPTY`.
+    const EMPTY: u32 = Self::FULL + 8 * Self::SETS * Self::CHUNKS;
+    /// Offset of the barriers `PASSED`.
+    const PASSED: u32 = Self::EMPTY + 8 * BUFFERS * Self::GROUPS;
+    /// Dynamic shared memory of a CTA, in bytes.
+    const SHARED_BYTES: u32 = Self::PASSED + 8 * BUFFERS;
+}
+
+/// A latent cache: 576 channels, the first 512 of which are the value.
+pub struct Latent;
+
+impl Shape for Latent {
+    const KEY_SIZE: u32 = 576;
+    const APART: bool = false;
+    const HELD: u32 = VALUE_CHUNKS;
+}
+
+/// Heads of 512.
+pub struct Wide;
+
+impl Shape for Wide {
+    const KEY_SIZE: u32 = VALUE_SIZE;
+    const APART: bool = true;
+    const HELD: u32 = 0;
+}
+
+const _: () = assert!(Latent::SHARED_BYTES <= 227 << 10 && Wide::SHARED_BYTES <= 227 << 10);
