@@ -13,6 +13,7 @@ mod lengths;
 mod paged;
 mod paged_read;
 mod parity;
+mod scheduled;
 mod tree;
 mod wide;
 
@@ -40,5 +41,6 @@ pub use paged_read::{
     PagedReadCase, Unchecked, cut_off, latent_reads, paged_reads, reads_with_gaps,
 };
 pub use parity::{Judge, Parity, any_dtype, half_dtype, identical, parity, sequences};
+pub use scheduled::{Made, Scheduled};
 pub use tree::{TreeCase, tree_steps, trees, turned_behind};
 pub use wide::{taken_by, wide, wide_paged};

@@ -5,14 +5,15 @@ use gqa_host::backend::cpu::Cpu;
 use gqa_host::backend::sim::Sim;
 use gqa_host::plan::{DeviceInfo, PlanOptions, plan};
 use gqa_tests::{
-    Case, DECODE_KERNELS, PREFILL_KERNELS, PagedCase, Parity, Unchecked, any_dtype, case, copied,
-    cut_off, half_dtype, heads_up_to, in_place, paged, paged_concurrent, paged_crowd_steps,
-    paged_crowds, paged_in_parts, paged_long, paged_mixed, paged_prompts, paged_reads, paged_steps,
-    parity, quantized, reads_with_gaps, slow_device, steps, with_gaps, with_row_scales,
-    with_some_lse,
+    Case, DECODE_KERNELS, Made, PREFILL_KERNELS, PagedCase, Parity, Scheduled, Unchecked,
+    any_dtype, case, copied, cut_off, half_dtype, heads_up_to, in_place, paged, paged_concurrent,
+    paged_crowd_steps, paged_crowds, paged_in_parts, paged_long, paged_mixed, paged_prompts,
+    paged_reads, paged_steps, parity, quantized, reads_with_gaps, slow_device, steps, with_gaps,
+    with_row_scales, with_some_lse,
 };
-use proptest::prop_oneof;
-use proptest::strategy::{BoxedStrategy, Strategy};
+use proptest::prelude::*;
+use proptest::strategy::ValueTree;
+use proptest::test_runner::TestRunner;
 
 #[test]
 fn on_the_cpu() {
@@ -159,6 +160,61 @@ fn steps_in_parts() {
     let device = slow_device(8);
     let crowds = paged_in_parts(paged_crowd_steps(steps(2), 200), &device);
     parity("sim, steps of crowds in parts", 3, crowds, &Sim::default().with_device(device));
+}
+
+/// Of a schedule that agrees with the call each CTA takes its part, and otherwise computes it.
+#[test]
+fn steps_in_parts_by_a_schedule() {
+    let others = [Made::OtherLengths, Made::OtherSlots, Made::OtherKeys, Made::Nothing];
+    for device in [2, 8, 132].map(slow_device) {
+        let cases = || {
+            let cases = prop_oneof![
+                paged_steps(steps(4), 60),
+                paged_long(steps(4), 300..=1500),
+                ragged(steps(4)),
+                ragged(quantized(steps(4))),
+                paged_crowd_steps(steps(1), 60),
+            ];
+            paged_in_parts(cases.boxed(), &device)
+        };
+        let made = |made| Scheduled::new(device.clone(), made);
+        let name = format!("{} SMs", device.multiprocessors);
+        let right = made(Made::Right);
+        parity(&format!("sim, scheduled, {name}"), 24, cases(), &right);
+        for other in others {
+            parity(&format!("sim, {other:?}, {name}"), 8, cases(), &made(other));
+        }
+    }
+}
+
+/// A kernel that computed parts in spite of a schedule would write its outputs.
+#[test]
+fn a_schedule_without_parts_leaves_outputs() {
+    let device = slow_device(8);
+    let case = sample(paged_in_parts(ragged(steps(4)), &device));
+    case.check(&Scheduled::new(device.clone(), Made::Right)).unwrap();
+    case.check(&Scheduled::new(device, Made::Emptied)).unwrap_err();
+}
+
+/// Sequences of no key before the token, one, a block less one, a block, and many, in any order,
+/// and one without tokens.
+fn ragged(cases: BoxedStrategy<Case>) -> BoxedStrategy<PagedCase> {
+    (paged_steps(cases, 60), 600..=1500usize, any::<[prop::sample::Index; 6]>())
+        .prop_map(|(case, longest, places)| {
+            let size = case.block_size;
+            let mut sequences = Vec::new();
+            let new = [[0, 1], [1, 1], [size - 2, 1], [size - 1, 1], [longest, 1], [size, 0]];
+            for (sequence, place) in new.into_iter().zip(places) {
+                sequences.insert(place.index(sequences.len() + 1), sequence);
+            }
+            PagedCase { sequences, ..case }
+        })
+        .boxed()
+}
+
+/// One of these calls.
+fn sample(cases: BoxedStrategy<PagedCase>) -> PagedCase {
+    cases.new_tree(&mut TestRunner::deterministic()).unwrap().current()
 }
 
 /// Row tiles that belong to a few of many sequences.

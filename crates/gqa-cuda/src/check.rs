@@ -43,6 +43,13 @@ pub(super) unsafe fn call(
     if contents { unsafe { self::contents(plan, tensors, workspace, stream) } } else { Ok(()) }
 }
 
+/// Checks what a plan's schedule is made of, and where it is written.
+pub(super) fn schedule(plan: &Plan, tensors: &Views<'_>) -> Result<()> {
+    let ids = [TensorId::SeqlensK, TensorId::CumulativeSequenceLength, TensorId::Schedule];
+    views::check_some(tensors, plan, ids)?;
+    overlap::check_schedule(plan, tensors)
+}
+
 /// Waits for the stream, then checks that counters are zero and that lengths, positions and block
 /// tables stay within the tensors that they index.
 ///

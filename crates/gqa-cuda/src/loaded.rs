@@ -26,6 +26,8 @@ pub struct LoadedPlan {
     plan: Arc<Plan>,
     /// One for each launch of the plan.
     kernels: Vec<LoadedKernel>,
+    /// That of the plan's schedule, if it has one.
+    schedule: Option<LoadedKernel>,
     /// `GQA_CHECK` was set when it was loaded.
     checked: bool,
 }
@@ -73,13 +75,14 @@ impl Device {
         let checked = check::is_on()?;
         self.expect_runs(&plan)?;
         let _entered = self.enter()?;
-        let kernels = plan.launches().iter().map(|launch| {
+        let load = |launch: &Launch| {
             launch.check_cluster()?;
             Addresses::unknown(launch)?;
             self.loaded_kernel(launch, &plan, folding)
-        });
-        let kernels = kernels.collect::<Result<_>>()?;
-        Ok(LoadedPlan { device: self.clone(), plan, kernels, checked })
+        };
+        let kernels = plan.launches().iter().map(load).collect::<Result<_>>()?;
+        let schedule = plan.schedule().map(load).transpose()?;
+        Ok(LoadedPlan { device: self.clone(), plan, kernels, schedule, checked })
     }
 
     /// The device must be entered.
@@ -186,6 +189,34 @@ impl LoadedPlan {
         tracing::debug!(call = %self.plan.problem(), "enqueue");
         // SAFETY: the caller's.
         unsafe { self.enqueue_launches(0..self.kernels.len(), tensors, workspace, stream) }
+    }
+
+    /// Puts the kernel of [`Plan::schedule`] into `stream`: it writes the tensor
+    /// [`Schedule`](TensorId::Schedule) that the plan's calls read, and those of other layers. A
+    /// plan without one leaves that tensor as it is, which is right for its calls. `tensors` has
+    /// the schedule and what it is made of, `SeqlensK` and `CumulativeSequenceLength`; others are
+    /// not looked at. Allocates no memory and does not wait. The stream may be captured.
+    ///
+    /// Calls must begin after the kernel has ended, as they do in the same stream.
+    ///
+    /// # Errors
+    /// Where a tensor is missing or has another type, shape or alignment than the plan's, where
+    /// the schedule overlaps the others, and where the stream belongs to another device. Nothing
+    /// is launched then.
+    ///
+    /// # Safety
+    /// Every view is device memory of its stated size and stays so until the work is done.
+    pub unsafe fn schedule(&self, tensors: &Views<'_>, stream: &Stream) -> Result<()> {
+        stream.expect_on(&self.device)?;
+        let (Some(kernel), Some(launch)) = (&self.schedule, self.plan.schedule()) else {
+            return Ok(());
+        };
+        check::schedule(&self.plan, tensors)?;
+        let _entered = self.device.enter()?;
+        let addresses = Addresses::new(launch, tensors, Workspace::default());
+        // SAFETY: the planner bounds every argument by the tensors, whose sizes were just checked;
+        // the rest is the caller's.
+        unsafe { kernel.launch(&self.device, launch, &addresses, stream.raw()) }
     }
 
     /// As [`enqueue`](Self::enqueue), for a range of the plan's launches.

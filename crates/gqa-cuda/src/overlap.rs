@@ -27,6 +27,19 @@ pub(super) fn check(plan: &Plan, views: &Views<'_>, workspace: Workspace) -> Res
     Ok(())
 }
 
+/// Errs where the plan's schedule overlaps another tensor, where it is written.
+pub(super) fn check_schedule(plan: &Plan, views: &Views<'_>) -> Result<()> {
+    let tensors = plan.tensors().iter().filter(|(_, spec)| !spec.is_empty());
+    let tensors = tensors.filter_map(|(id, spec)| Some((*id, spec, views.get(*id)?)));
+    let regions = tensors.map(|(id, spec, view)| Region::of(plan.problem(), id, spec, view));
+    let is_schedule = |region: &Region| region.id == Some(TensorId::Schedule);
+    let Some(schedule) = regions.clone().find(is_schedule) else { return Ok(()) };
+    let schedule = Region { written: true, ..schedule };
+    let mut others = regions.filter(|region| !is_schedule(region));
+    let overlapped = others.find(|other| schedule.overlaps(other));
+    overlapped.map_or(Ok(()), |other| Err(schedule.refused(&other, views)))
+}
+
 /// The memory of a tensor of the call, or of scratch memory.
 #[derive(Clone, Copy)]
 struct Region {

@@ -60,18 +60,38 @@ pub type Views<'a> = Tensors<DeviceView<'a>>;
 pub(super) fn check(views: &Views<'_>, plan: &Plan) -> Result<()> {
     let mut known = 0;
     for (id, spec) in plan.tensors() {
-        let view = views.get(*id);
-        known += usize::from(view.is_some());
-        let optional = spec.is_empty() && view.is_none_or(DeviceView::is_empty);
-        if !optional && !view.is_some_and(|view| view.fits(spec)) {
-            let got = view.map_or("nothing".to_owned(), ToString::to_string);
-            let place = |strides| format!("{strides:?}, 16-byte aligned");
-            let place = spec.strides.map_or("contiguous, 16-byte aligned".to_owned(), place);
-            let allowed = format!("{} {:?}, {place}", spec.dtype, spec.shape);
-            return Err(Error::invalid(id.name(), got, allowed));
+        let is_given = views.get(*id).is_some();
+        known += usize::from(is_given);
+        // Only plans that divide keys read a schedule.
+        if is_given || *id != TensorId::Schedule || plan.schedule().is_some() {
+            check_one(views, *id, spec)?;
         }
     }
     if views.iter().count() == known { Ok(()) } else { foreign(views, plan) }
+}
+
+/// Checks that those of the plan's tensors are present as its problem has them.
+pub(super) fn check_some<const N: usize>(
+    views: &Views<'_>,
+    plan: &Plan,
+    ids: [TensorId; N],
+) -> Result<()> {
+    let mut wanted = plan.tensors().iter().filter(|(id, _)| ids.contains(id));
+    wanted.try_for_each(|(id, spec)| check_one(views, *id, spec))
+}
+
+/// Checks that the tensor is what `spec` says; one without elements is optional.
+fn check_one(views: &Views<'_>, id: TensorId, spec: &TensorSpec) -> Result<()> {
+    let view = views.get(id);
+    let optional = spec.is_empty() && view.is_none_or(DeviceView::is_empty);
+    if optional || view.is_some_and(|view| view.fits(spec)) {
+        return Ok(());
+    }
+    let got = view.map_or("nothing".to_owned(), ToString::to_string);
+    let place = |strides| format!("{strides:?}, 16-byte aligned");
+    let place = spec.strides.map_or("contiguous, 16-byte aligned".to_owned(), place);
+    let allowed = format!("{} {:?}, {place}", spec.dtype, spec.shape);
+    Err(Error::invalid(id.name(), got, allowed))
 }
 
 /// Errs where there is a tensor with elements that the plan's problem lacks.

@@ -762,6 +762,20 @@ layer!(
     decode.attention.k in Strides; decode.attention.v in Strides
 );
 
+/// Scalars of `decode_schedule`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+pub struct DecodeScheduleParams {
+    /// The step whose keys are divided.
+    pub step: PagedDecodeParams,
+    /// Keys of a tile.
+    pub keys: u32,
+    /// Fewest tiles of a part.
+    pub shortest: u32,
+}
+
+layer!(DecodeScheduleParams fixes keys, shortest);
+
 /// Scalars of `latent` and `hopper_wide`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
@@ -801,6 +815,7 @@ const _: () =
 const _: () = assert!(size_of::<DecodeParams>() == size_of::<AttentionParams>() + 2 * 24 + 14 * 4);
 const _: () = assert!(size_of::<PrologueParams>() == 6 * 24 + 20 * 4);
 const _: () = assert!(size_of::<PagedDecodeParams>() == size_of::<DecodeParams>() + 16 + 6 * 4);
+const _: () = assert!(size_of::<DecodeScheduleParams>() == size_of::<PagedDecodeParams>() + 2 * 4);
 const _: () = assert!(size_of::<PagedParams>() == 3 * 24 + 16 + 26 * 4);
 const _: () = assert!(size_of::<ScatterParams>() == 2 * 24 + 6 * 4);
 const _: () = assert!(size_of::<QuantizeOutputParams>() == 2 * 24 + 4 * 4);

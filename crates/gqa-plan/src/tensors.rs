@@ -2,6 +2,7 @@
 //! generated.
 
 use crate::problem::{CacheBinding, CallKind, Phase, Problem, QkOutput, RowStrides, Sink};
+use gqa_kernels::attention::decode::schedule_words;
 use gqa_tensor::{DType, Error, Result};
 use gqa_tensor::{Tensor, TensorView};
 
@@ -126,6 +127,10 @@ tensors! {
     /// block_table
     BlockTable: "block_table", Input, |p| {
         spec(true, DType::I32, [p.batch, p.pages?.per_sequence])
+    };
+    /// A division of the keys of a decode step: [`Plan::schedule`](crate::plan::Plan::schedule)
+    Schedule: "schedule", Input, |p| {
+        spec(p.pages?.scheduled, DType::I32, [schedule_words(p.batch)])
     };
     /// slot_mapping
     SlotMapping: "slot_mapping", Input, |p| {

@@ -2,7 +2,9 @@
 
 use super::cpu::{Executor, Rayon};
 use super::{Backend, Io, Machine, strided};
-use gqa_plan::plan::{Arg, DeviceInfo, Launch, Plan, PlanOptions, TensorId, TensorMap, plan};
+use gqa_plan::plan::{
+    Arg, DeviceInfo, Launch, Plan, PlanOptions, TensorId, TensorMap, Tensors, plan,
+};
 use gqa_plan::{CacheBinding, Problem};
 use gqa_sim::{Swizzle, TensorLayout};
 use gqa_tensor::POISON;
@@ -40,6 +42,27 @@ impl Sim {
     /// `seed` determines the order in which threads run; results must not depend on it.
     pub fn with_seed(self, seed: u64) -> Self {
         Self { seed, ..self }
+    }
+
+    /// What the launch of [`Plan::schedule`] writes, by `seqlens_k` and
+    /// `cumulative_sequence_length` among `inputs`; `None` where the plan has no such launch.
+    ///
+    /// # Errors
+    /// Where memory is too small, and where the simulator finds undefined behaviour.
+    pub fn schedule(&self, plan: &Plan, inputs: Tensors<&Tensor>) -> Result<Option<Tensor>> {
+        let id = TensorId::Schedule;
+        let (Some(launch), Some(spec)) = (plan.schedule(), id.spec(plan.problem())) else {
+            return Ok(None);
+        };
+        let mut written = Tensor::try_zeros(id.name(), spec.dtype, &spec.shape)?;
+        let memory = Memory {
+            inputs: inputs.iter().map(|(id, tensor)| (id, tensor.bytes())).collect(),
+            outputs: vec![(id, cells(&mut written, true)?)],
+            workspace: &[],
+            counters: &[],
+        };
+        self.launch(launch, &memory, |_| false)?;
+        Ok(Some(written))
     }
 
     fn launch(
@@ -242,12 +265,10 @@ impl<'a> Memory<'a> {
             |id| self.outputs.iter().find_map(|(have, bytes)| (*have == id).then_some(*bytes));
         let part = match arg {
             Arg::Null | Arg::Map(_) => None,
-            Arg::Tensor { id, offset } if id.is_output() => {
-                write(id).and_then(|bytes| bytes.get(offset..)).map(gqa_sim::Arg::cells)
-            }
-            Arg::Tensor { id, offset } => {
-                read(id).and_then(|bytes| bytes.get(offset..)).map(gqa_sim::Arg::read)
-            }
+            Arg::Tensor { id, offset } => match write(id) {
+                Some(bytes) => bytes.get(offset..).map(gqa_sim::Arg::cells),
+                None => read(id).and_then(|bytes| bytes.get(offset..)).map(gqa_sim::Arg::read),
+            },
             Arg::Counters { count } => self.counters.get(..4 * count).map(gqa_sim::Arg::cells),
             Arg::Workspace { offset, bytes } => {
                 self.workspace.get(offset..offset + bytes).map(gqa_sim::Arg::cells)

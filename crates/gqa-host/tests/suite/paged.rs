@@ -126,6 +126,7 @@ fn legal_calls_become_problems() {
         slots: false,
         counts_new: false,
         one_each: false,
+        scheduled: false,
     };
     assert_eq!(p.pages, Some(pages));
     assert_eq!(p.output_shape(), [4, 64]);

@@ -37,7 +37,7 @@
 //! (split, batch, query head, S, head size), f32; partial_states (split, cluster, rank, row),
 //! maxima and sums; arrivals (cluster, rank), counters that are zero before and after. Clusters are
 //! counted without their splits. Where lengths divide the keys (`parts.rs`) a part stands in place
-//! of split and cluster.
+//! of split and cluster, and schedule, if given, has the parts of all CTAs (`schedule.rs`).
 //!
 //! **Shared memory**: `mailbox | queries [ROWS] | new keys [KEYS], values [KEYS] | per team:
 //! STAGES × (keys [KEYS], values [KEYS])
@@ -91,15 +91,17 @@ mod parts;
 mod products;
 mod quantized;
 mod row_scales;
+mod schedule;
 mod stream;
 mod team;
 mod tree;
 
 pub use cached::Cached;
 pub use layout::{Blocks, Heads, Layout, Padded, Whole};
-pub use parts::{MOST_DIVIDED, divides};
+pub use parts::{MOST_DIVIDED, divides, shortest_part};
 pub use products::{Mma, Products, Wgmma};
 pub use quantized::{Codes, Coding};
+pub use schedule::{MOST_SLOTS, SCHEDULE_SHARED_BYTES, SCHEDULE_THREADS, schedule, schedule_words};
 
 use crate::concept::seqlen::Lengths;
 use crate::num::MmaElement;
@@ -118,6 +120,7 @@ use core::marker::PhantomData;
 use exchange::{Mailbox, Output, Splits};
 use new_tokens::{NewTokens, Rotations, Tiles, new_rows};
 use row_scales::RowScales;
+use schedule::Schedule;
 use stream::{Cache, Share};
 use tree::Tree;
 
@@ -468,6 +471,7 @@ impl<
         layout: L,
         output: Output<C::Element>,
         splits: Splits,
+        schedule: Schedule,
         tree: Tree,
         p: DecodeParams,
     ) {
@@ -482,12 +486,13 @@ impl<
             Self::wait_for_launch_before(place);
         }
         let place = if Self::divides::<L>(&p) {
-            let Some(part) = Self::part_of(&p, layout, seqlens) else { return };
+            let Some(part) = Self::part_of(&p, layout, seqlens, schedule) else { return };
             part
         } else {
             place
         };
-        if Self::keeps_place::<L>() {
+        // A part is kept already.
+        if Self::keeps_place::<L>() && !Self::divides::<L>(&p) {
             Self::keep(place);
         }
         let asked = Self::ask_length(seqlens, place, p.attention.q_len);

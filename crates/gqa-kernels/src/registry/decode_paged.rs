@@ -2,11 +2,11 @@
 
 use crate::attention::decode;
 use crate::num::{Bits4, Bits8, Code, bf16, f16};
-use crate::params::PagedDecodeParams;
+use crate::params::{DecodeScheduleParams, PagedDecodeParams};
 
 #[cfg(not(target_arch = "nvptx64"))]
 pub(super) static TABLES: &[&[super::Entry]] =
-    &[DECODE_PAGED, DECODE_PAGED_WARPGROUP, DECODE_PAGED_QUANTIZED];
+    &[DECODE_PAGED, DECODE_SCHEDULE, DECODE_PAGED_WARPGROUP, DECODE_PAGED_QUANTIZED];
 
 /// Rows of the decode kernels whose cache consists of blocks, for both 16-bit types: `F16 NAME,
 /// BF16 NAME => SHAPE, BLOCKS PER SM`.
@@ -17,7 +17,7 @@ macro_rules! decode_paged_kernels {
     (@rows $table:ident, $feature:literal, { $($name:ident: $t:ident => $shape:ty, $min_blocks:literal;)* }) => {
         kernels!($table, DecodePaged: Attention, $feature,
             (q: T, new_k: T, new_v: T, cos: T, sin: T, position_ids: i64, starts: i32, past_seqlens: i32, block_table: i32, head_sink: T, tree_mask: i64, k: T, v: T, out: T, lse: f32,
-             partial_out: f32, partial_states: [f32; 2], arrivals: u32; p: PagedDecodeParams), { $(
+             partial_out: f32, partial_states: [f32; 2], arrivals: u32, schedule: u32; p: PagedDecodeParams), { $(
             $name => <$shape>::run_paged, T = $t, {
                 head_size: <$shape>::HEAD_SIZE, rows: <$shape>::ROWS, keys: <$shape>::KEYS, threads: <$shape>::THREADS,
                 min_blocks: $min_blocks, shared: <$shape>::SHARED_BYTES, hot: true, min_sm: <$shape>::MIN_SM,
@@ -52,6 +52,13 @@ decode_paged_kernels!(DECODE_PAGED, "family-decode-paged", {
     gqa_decode_paged_padded_f16_d256_r8_w4, gqa_decode_paged_padded_bf16_d256_r8_w4 => decode::UpTo256<1>, 2;
 });
 
+kernels!(DECODE_SCHEDULE, DecodePaged: Schedule, "family-decode-paged",
+    (starts: i32, past_seqlens: i32, schedule: u32; p: DecodeScheduleParams),
+    each { head_size: 0, rows: 0, keys: 0, threads: decode::SCHEDULE_THREADS, min_blocks: 1,
+           shared: decode::SCHEDULE_SHARED_BYTES, hot: true, min_sm: 80 }, {
+    gqa_decode_schedule => decode::schedule, T = f32;
+});
+
 // Tiles of 64 rows, which warpgroups multiply.
 decode_paged_kernels!(DECODE_PAGED_WARPGROUP, "family-decode-paged-warpgroup", {
     gqa_decode_paged_f16_d64_r64, gqa_decode_paged_bf16_d64_r64 => decode::D64R64, 1;
@@ -67,7 +74,7 @@ macro_rules! decode_paged_quantized_kernels {
     (@rows $table:ident, { $($name:ident: $t:ident => $shape:ty, $format:ident, $min_blocks:literal;)* }) => {
         kernels!($table, DecodePagedQuantized: Attention, "family-decode-paged-quantized",
             (q: T, new_k: T, new_v: T, cos: T, sin: T, position_ids: i64, starts: i32, past_seqlens: i32, block_table: i32, head_sink: T, k: u8, v: u8,
-             k_scale: f32, v_scale: f32, out: T, lse: f32, partial_out: f32, partial_states: [f32; 2], arrivals: u32; p: PagedDecodeParams), { $(
+             k_scale: f32, v_scale: f32, out: T, lse: f32, partial_out: f32, partial_states: [f32; 2], arrivals: u32, schedule: u32; p: PagedDecodeParams), { $(
             $name => <$shape>::run_paged_quantized::<$format, _>, T = $t, {
                 head_size: <$shape>::HEAD_SIZE, rows: <$shape>::ROWS, keys: <$shape>::KEYS, threads: <$shape>::THREADS,
                 min_blocks: $min_blocks, shared: <$shape>::SHARED_BYTES, hot: true, min_sm: <$shape>::MIN_SM,

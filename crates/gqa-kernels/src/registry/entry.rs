@@ -171,7 +171,7 @@ roles! {
     /// Attention over splits of the keys where the family has kernels of their own for that; a
     /// merge follows.
     SplitAttention: "split_attention";
-    /// Divides the work of such attention among its CTAs, by the lengths on the device.
+    /// Divides the work of attention among its CTAs, by the lengths on the device.
     Schedule: "schedule";
     /// Merges splits of the keys.
     Merge: "combine";

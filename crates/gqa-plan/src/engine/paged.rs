@@ -31,6 +31,7 @@ pub struct Paged {
     lse: bool,
     tree_mask: bool,
     one_each: bool,
+    scheduled: bool,
 }
 
 impl Paged {
@@ -58,6 +59,7 @@ impl Paged {
             lse: false,
             tree_mask: false,
             one_each: false,
+            scheduled: false,
         }
     }
 
@@ -145,6 +147,18 @@ impl Paged {
     /// before the call if their positions in the tree differ.
     pub const fn tree_mask(self) -> Self {
         Self { tree_mask: true, ..self }
+    }
+
+    /// The int32 tensor `schedule`, of the shape of its [`TensorSpec`](crate::plan::TensorSpec),
+    /// has the division of the keys that [`Plan::schedule`](crate::plan::Plan::schedule) writes
+    /// for these lengths, once for all layers of a step. Without it every CTA divides the keys
+    /// itself, which takes longer the more sequences there are.
+    ///
+    /// A schedule that was made for other lengths, another layer or another GPU, or memory that
+    /// holds something else, changes the time and not the results. A call whose plan divides no
+    /// keys does not read it.
+    pub const fn scheduled(self) -> Self {
+        Self { scheduled: true, ..self }
     }
 }
 
@@ -236,6 +250,7 @@ impl Paged {
             slots: self.slots,
             counts_new: self.counts_new,
             one_each: self.one_each && self.most_tokens == 1,
+            scheduled: self.scheduled,
         }
     }
 

@@ -27,13 +27,14 @@ pub fn plan(problem: &Problem, device: &DeviceInfo, options: &PlanOptions) -> Re
         true => quantized_output::compose(problem, device, &mut scratch, compose)?,
         false => compose(problem, &mut scratch)?,
     };
-    let Composed { launches, decisions, positions } = composed;
+    let Composed { launches, schedule, decisions, positions } = composed;
     check_forced(options, &launches)?;
     Ok(Plan {
         problem: problem.clone(),
         device: device.clone(),
         tensors: TensorSpec::all(problem),
         launches,
+        schedule,
         workspace_bytes: scratch.bytes,
         counters: scratch.counters,
         decisions,

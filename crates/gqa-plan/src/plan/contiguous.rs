@@ -19,6 +19,8 @@ use gqa_tensor::{Error, Result};
 #[derive(Default)]
 pub(super) struct Composed {
     pub(super) launches: Vec<Launch>,
+    /// [`Plan::schedule`](super::Plan::schedule)
+    pub(super) schedule: Option<Launch>,
     pub(super) decisions: Vec<Decision>,
     pub(super) positions: Option<Positions>,
 }
@@ -40,7 +42,7 @@ impl Composed {
             one_type(problem).map_err(|rejection| Error::NoKernel(rejection.to_string()))?;
             let nothing = FusedPrologue::default();
             let (launches, _) = prologue(problem, device, fused, nothing, scratch)?;
-            return Ok(Self { launches, decisions: Vec::new(), positions });
+            return Ok(Self { launches, positions, ..Self::default() });
         }
         let chosen = cascade::choose(&Call::new(problem, device, options));
         if problem.tree_mask && chosen.is_err() {
@@ -51,7 +53,7 @@ impl Composed {
         let (mut launches, rows) = prologue(problem, device, fused, by_attention, scratch)?;
         let task = Task::whole(problem, fused);
         launches.extend(choice.launches(Job { problem, device, rows, task, scratch })?);
-        Ok(Self { launches, decisions, positions })
+        Ok(Self { launches, schedule: None, decisions, positions })
     }
 }
 

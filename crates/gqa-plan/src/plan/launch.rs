@@ -153,6 +153,7 @@ pub struct Plan {
     pub(crate) device: DeviceInfo,
     pub(crate) tensors: Vec<(TensorId, TensorSpec)>,
     pub(crate) launches: Vec<Launch>,
+    pub(crate) schedule: Option<Launch>,
     pub(crate) workspace_bytes: usize,
     pub(crate) counters: usize,
     pub(crate) decisions: Vec<Decision>,
@@ -193,6 +194,15 @@ impl Plan {
     /// In order.
     pub fn launches(&self) -> &[Launch] {
         &self.launches
+    }
+
+    /// The launch that writes the tensor [`schedule`](TensorId::Schedule) of a call that
+    /// [has it](crate::engine::Paged::scheduled); `None` where the plan divides no keys by lengths,
+    /// and does not read that tensor. It reads `seqlens_k` and, unless each sequence has one token,
+    /// `cumulative_sequence_length`; it is none of [`launches`](Self::launches). Calls with the
+    /// same lengths, heads and GPU, those of a model's layers, can share what it writes.
+    pub fn schedule(&self) -> Option<&Launch> {
+        self.schedule.as_ref()
     }
 
     /// Scratch memory that the launches share.

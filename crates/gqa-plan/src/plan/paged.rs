@@ -26,6 +26,7 @@
 use super::build::{element, find, launch, page_steps, pages_strides, tensor, u32_of};
 use super::contiguous::Composed;
 use super::device::DeviceInfo;
+use super::families::schedule;
 use super::launch::{Arg, Launch};
 use super::mixed::Attentions;
 use super::options::PlanOptions;
@@ -94,7 +95,9 @@ pub(super) fn compose(
         launches.push(Prologue::new(problem, pages, rows)?.gaps(least, lack_rows, device)?);
     }
     if is_in_place {
-        return Ok(Composed { launches, decisions, positions: positions(problem, true) });
+        let schedule = launches.iter().find_map(schedule).transpose()?;
+        let positions = positions(problem, true);
+        return Ok(Composed { launches, schedule, decisions, positions });
     }
     let gathered = Gathered::new(problem, pages, rows, scratch)?;
     if appends || gathered.moved != Arg::Null {
@@ -115,7 +118,8 @@ pub(super) fn compose(
     }
     launches.push(gathered.prologue.gaps(0, lack_rows, device)?);
     decisions.extend(call.decisions);
-    Ok(Composed { launches, decisions, positions: positions(problem, true) })
+    let positions = positions(problem, true);
+    Ok(Composed { launches, schedule: None, decisions, positions })
 }
 
 /// The launches around attention.

@@ -8,10 +8,11 @@ use crate::problem::{
 };
 use gqa_kernels::attention::{hopper, latent};
 use gqa_kernels::params::{
-    AttentionParams, DecodeParams, Float8OperandsParams, Float8Params, HopperParams, LatentParams,
-    MaskedParams, PageSteps, PagedDecodeParams, PagedGapsParams, PagedHopperParams, PagedParams,
-    PagedTiledParams, PrologueParams, QuantizeOutputParams, QuantizedHopperParams,
-    QuantizedPagedHopperParams, RollingBiasParams, RollingParams, Strides, TreeMaskParams, overlap,
+    AttentionParams, DecodeParams, DecodeScheduleParams, Float8OperandsParams, Float8Params,
+    HopperParams, LatentParams, MaskedParams, PageSteps, PagedDecodeParams, PagedGapsParams,
+    PagedHopperParams, PagedParams, PagedTiledParams, PrologueParams, QuantizeOutputParams,
+    QuantizedHopperParams, QuantizedPagedHopperParams, RollingBiasParams, RollingParams, Strides,
+    TreeMaskParams, overlap,
 };
 use gqa_kernels::prologue::dequantize;
 use gqa_kernels::registry::{Entry, Role};
@@ -1490,6 +1491,7 @@ fn paged(p: &Problem) -> Problem {
         slots: false,
         counts_new: false,
         one_each: p.q_len == 1,
+        scheduled: false,
     };
     p.derive(|call| ProblemFields {
         pages: Some(pages),
@@ -1962,10 +1964,39 @@ fn arguments_lie_inside_their_tensors() {
         for (device, options) in devices.iter().zip(&options) {
             let plan = plan(&problem, device, options).unwrap();
             plan.launches.iter().for_each(|launch| check(&plan, launch));
+            plan.schedule.iter().for_each(|launch| check(&plan, launch));
             launches += plan.launches.len();
         }
     }
     assert!(launches > 1500, "{launches}");
+}
+
+/// The kernel that makes a schedule, and those that read it, stay within it; other plans have none.
+#[test]
+fn schedules_belong_to_steps_that_divide_keys() {
+    let step = |batch, keys: usize, mean: usize| {
+        let blocks = batch * mean.div_ceil(64);
+        let p = over_blocks(batch, 1, keys - 1);
+        with_pages(p, |pages| Pages { blocks, scheduled: true, ..pages })
+    };
+    let codes = CODES.map(|how| quantized(step(8, 65_536, 2048), how));
+    let divided = [step(8, 8192, 2048), step(65, 30_000, 4000)].into_iter().chain(codes);
+    let off = PlanOptions::default();
+    for p in divided {
+        let plan = plan(&p, &device("h200"), &off).unwrap();
+        let [launch] = &plan.launches[..] else { panic!("one launch") };
+        let schedule = plan.schedule().unwrap();
+        let is_read = |arg: &Arg| matches!(arg, Arg::Tensor { id: TensorId::Schedule, .. });
+        assert!(launch.args.iter().any(is_read) && schedule.args.iter().any(is_read));
+        [launch, schedule].into_iter().for_each(|launch| check(&plan, launch));
+    }
+    let without = with_pages(step(8, 8192, 2048), |pages| Pages { scheduled: false, ..pages });
+    let whole = [step(8, 1024, 300), step(1, 8192, 8192), without, over_blocks(8, 128, 384)];
+    for p in whole {
+        let plan = plan(&p, &device("h200"), &off).unwrap();
+        assert!(plan.schedule().is_none());
+        plan.launches.iter().for_each(|launch| check(&plan, launch));
+    }
 }
 
 /// Compares the bytes that each argument's strides and counts reach with its size.
@@ -2071,6 +2102,7 @@ fn check(plan: &Plan, launch: &Launch) {
             Family::DecodePagedQuantized if name.ends_with("_scale") => {
                 scales_of(&plan.problem, arg)
             }
+            Family::DecodePaged if role == Role::Schedule => schedule_reach(name, launch),
             Family::DecodePaged | Family::DecodePagedQuantized => {
                 decode_paged_reach(name, launch, element)
             }
@@ -2288,6 +2320,26 @@ fn masked_reach(name: &str, masked: &MaskedParams, element: usize) -> usize {
     }
 }
 
+fn schedule_reach(name: &str, launch: &Launch) -> usize {
+    let p: &DecodeScheduleParams = bytemuck::from_bytes(&launch.params);
+    assert!(p.keys >= 8 && p.shortest >= 2);
+    match name {
+        "starts" | "past_seqlens" | "schedule" => of_step(name, &p.step),
+        _ => panic!("{name}"),
+    }
+}
+
+/// Bytes of the tensors that a decode step and its schedule have in common.
+fn of_step(name: &str, step: &PagedDecodeParams) -> usize {
+    let a = &step.decode.attention;
+    let (sequences, slots) = (a.batch as usize, step.decode.parts as usize);
+    match name {
+        "starts" => (sequences + 1) * 4,
+        "past_seqlens" => sequences * 4,
+        _ => (8 + sequences.next_multiple_of(4) + 4 * (sequences + slots)) * 4,
+    }
+}
+
 fn decode_paged_reach(name: &str, launch: &Launch, element: usize) -> usize {
     let paged: &PagedDecodeParams = bytemuck::from_bytes(&launch.params);
     let (p, a) = (&paged.decode, &paged.decode.attention);
@@ -2295,8 +2347,7 @@ fn decode_paged_reach(name: &str, launch: &Launch, element: usize) -> usize {
     let tokens = |strides, heads| reach(strides, [1, heads, paged.tokens], a.head_size) * element;
     match name {
         "k" | "v" => pages_reach(paged.steps, a.k.head, dims, a.head_size) * element,
-        "starts" => (a.batch + 1) as usize * 4,
-        "past_seqlens" => a.batch as usize * 4,
+        "starts" | "past_seqlens" | "schedule" => of_step(name, paged),
         "block_table" => (a.batch * paged.per_sequence) as usize * 4,
         "q" => tokens(a.q, a.q_heads),
         "out" => tokens(a.out, a.q_heads),
@@ -2508,6 +2559,7 @@ fn set(p: &mut ProblemFields, field: usize, value: usize) {
                 slots: value % 7 == 1,
                 counts_new: value % 3 == 1,
                 one_each: value % 11 == 1,
+                scheduled: value % 2 == 1,
             })
         }
         19 => {

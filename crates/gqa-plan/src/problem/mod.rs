@@ -204,6 +204,8 @@ pub struct Pages {
     pub counts_new: bool,
     /// Each sequence has one new token, so that cumulative_sequence_length need not be read.
     pub one_each: bool,
+    /// The call has a tensor `schedule`: [`Plan::schedule`](crate::plan::Plan::schedule).
+    pub scheduled: bool,
 }
 
 impl Pages {

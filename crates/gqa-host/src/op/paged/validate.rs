@@ -324,6 +324,7 @@ impl Sizes {
             slots: inputs.slot_mapping.is_some(),
             counts_new: false,
             one_each: false,
+            scheduled: false,
         })
     }
 

@@ -3,6 +3,7 @@
 use super::exchange::{Output, Splits};
 use super::layout::SideBySide;
 use super::new_tokens::NewTokens;
+use super::schedule::Schedule;
 use super::tree::Tree;
 use super::{Blocks, Codes, Coding, Decode, Heads, Products, quantized};
 use crate::attention::out::Results;
@@ -56,7 +57,7 @@ impl<
         let output = Output { head_sink, results, lse, tokens: 0 };
         let splits = Splits { columns: partial_out, states: partial_states, arrivals };
         let tree = Tree { words: tree_mask };
-        Self::step(new_tokens, seqlens, SideBySide, output, splits, tree, p);
+        Self::step(new_tokens, seqlens, SideBySide, output, splits, Schedule::none(), tree, p);
     }
 
     /// The kernel for a quantized KV cache of a format among those of `F`: its tensors are (batch,
@@ -97,13 +98,14 @@ impl<
         };
         let output = Output { head_sink, results: Results::of_elements(out), lse, tokens: 0 };
         let splits = Splits { columns: partial_out, states: partial_states, arrivals };
-        Self::step(new_tokens, seqlens, SideBySide, output, splits, Tree::none(), p);
+        let (schedule, tree) = (Schedule::none(), Tree::none());
+        Self::step(new_tokens, seqlens, SideBySide, output, splits, schedule, tree, p);
     }
 
     /// The kernel for a paged KV cache, (block, row, KV head, head size), of which `block_table`,
     /// (batch, blocks of a sequence), gives some to each sequence. `starts`, (batch + 1), tells
     /// where the tokens of each begin; null: each has one. `tree_mask` has a word for each token of
-    /// all sequences or is null.
+    /// all sequences or is null. `schedule` is what [`schedule`](super::schedule()) wrote, or null.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn run_paged<T: MmaElement>(
         q: Global<T>,
@@ -124,6 +126,7 @@ impl<
         partial_out: Global<f32>,
         partial_states: Global<[f32; 2]>,
         arrivals: Global<u32>,
+        schedule: Global<u32>,
         p: PagedDecodeParams,
     ) {
         let rope = Rope { cos, sin, position_ids, params: p.decode.rotary, offset: 0 };
@@ -134,7 +137,8 @@ impl<
         let splits = Splits { columns: partial_out, states: partial_states, arrivals };
         let seqlens = Seqlens::of_pages(past_seqlens);
         let (blocks, tree) = (Blocks::new(starts, block_table, &p), Tree { words: tree_mask });
-        Self::step(new_tokens, seqlens, blocks, output, splits, tree, p.decode);
+        let schedule = Schedule { words: schedule };
+        Self::step(new_tokens, seqlens, blocks, output, splits, schedule, tree, p.decode);
     }
 
     /// The same for a cache whose blocks hold quantized values of a format among those of `F`:
@@ -160,6 +164,7 @@ impl<
         partial_out: Global<f32>,
         partial_states: Global<[f32; 2]>,
         arrivals: Global<u32>,
+        schedule: Global<u32>,
         p: PagedDecodeParams,
     ) {
         const { Self::assert_codes::<F>() }
@@ -179,7 +184,8 @@ impl<
         let splits = Splits { columns: partial_out, states: partial_states, arrivals };
         let seqlens = Seqlens::of_pages(past_seqlens);
         let blocks = Blocks::new(starts, block_table, &p);
-        Self::step(new_tokens, seqlens, blocks, output, splits, Tree::none(), p.decode);
+        let (schedule, tree) = (Schedule { words: schedule }, Tree::none());
+        Self::step(new_tokens, seqlens, blocks, output, splits, schedule, tree, p.decode);
     }
 
     /// Asserts that rows are those of quantized values of format `F`, and that threads can prepare

@@ -15,13 +15,15 @@
 //! **Every warp of every CTA computes the division by itself**, in a few passes of one short loop
 //! over the tile counts in shared memory; straight-line code that runs once would be bound by
 //! instruction fetch. So all CTAs must read the same lengths: while the kernel runs, nothing may
-//! write them.
+//! write them. Given a schedule (`schedule.rs`) that was made for these lengths, a CTA reads its
+//! part there instead.
 
 use super::exchange::Mailbox;
 use super::layout::{Heads, Layout};
-use super::products::Products;
+use super::products::{Products, TEAM};
+use super::schedule::{Schedule, Shape};
 use super::{Decode, Place};
-use crate::params::DecodeParams;
+use crate::params::{AttentionParams, DecodeParams};
 use crate::simt::{
     Rolled, Shared, any_sync, block_idx_x, block_idx_y, block_idx_z, cluster_rank, cluster_size,
     lane, shfl_idx_u32, shfl_xor_u32, sync_threads, thread_idx,
@@ -74,7 +76,7 @@ fn place([batch, index, split, splits]: [u32; 4]) -> Place {
 }
 
 /// The sequences of a call, and the length of a part.
-struct Division {
+pub(super) struct Division {
     sequences: u32,
     /// Key tiles of each sequence; 0 if another launch attends to it.
     tiles: Shared<u32>,
@@ -93,6 +95,12 @@ struct Sums {
 }
 
 impl Division {
+    /// Of sequences with that many key tiles each; none is split yet.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub(super) fn new(sequences: u32, tiles: Shared<u32>) -> Self {
+        Self { sequences, tiles, longest: u32::MAX, part: u32::MAX }
+    }
+
     /// Tiles and parts of sequence `first + lane`.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn sequence(&self, first: u32) -> (u32, u32) {
@@ -126,7 +134,7 @@ impl Division {
     /// Chooses the length of a part, `shortest` tiles or more. Returns the number of parts of split
     /// sequences.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn measure(&mut self, slots: u32, shortest: u32) -> u32 {
+    pub(super) fn measure(&mut self, slots: u32, shortest: u32) -> u32 {
         let (mut sequences, mut of_split) = (0, 0);
         for pass in Rolled(0..PASSES, 1) {
             let sums = self.sums();
@@ -185,6 +193,63 @@ impl Division {
         }
         None
     }
+
+    /// Passes the number of each part to `write`, with what [`find`](Self::find) finds for that
+    /// number. Warp `warp` of `warps` passes every `warps`-th group of [`LANES`] sequences.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub(super) fn for_each_part(
+        &self,
+        of_split: u32,
+        [warp, warps]: [u32; 2],
+        write: impl Fn(u32, [u32; 4]),
+    ) {
+        // Parts of split sequences, and of all others, before the group.
+        let (mut split_before, mut whole_before) = (0, of_split);
+        for first in Rolled(0..self.sequences, LANES) {
+            let (_, parts) = self.sequence(first);
+            let (b, is_split) = (first + lane(), parts > 1);
+            let [split_up_to, whole_up_to] = [true, false]
+                .map(|split| sum_up_to(lane(), if is_split == split { parts } else { 0 }));
+            let up_to =
+                if is_split { split_before + split_up_to } else { whole_before + whole_up_to };
+            let number = if of_split == 0 { b } else { up_to - parts };
+            if (first / LANES) % warps == warp {
+                for split in Rolled(0..parts, 1) {
+                    write(number + split, [b, number, split, parts]);
+                }
+            }
+            split_before += shfl_idx_u32(split_up_to, LANES - 1);
+            whole_before += shfl_idx_u32(whole_up_to, LANES - 1);
+        }
+    }
+}
+
+/// Visible key tiles, of `keys` keys each, of sequence `b`; 0 if it has no new tokens, or another
+/// launch attends to it. `rows` is the height of a row tile.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+pub(super) fn tiles_of<L: Layout>(
+    a: &AttentionParams,
+    layout: L,
+    lengths: Seqlens,
+    b: u32,
+    [rows, keys]: [u32; 2],
+) -> u32 {
+    // Both loads are in flight at once.
+    let length = lengths.load(b, a.q_len);
+    let rows = layout.rows(a, Rows::of(a, 0, 0, b, rows));
+    if L::MAY_BE_EMPTY && rows.count() == 0 {
+        return 0;
+    }
+    let total = layout.seqlen(a, &rows, length).total;
+    let window = if a.window > 0 { a.window.saturating_add(a.q_len) } else { u32::MAX };
+    total.min(window).div_ceil(keys).max(1)
+}
+
+/// Fewest tiles of a part, in kernels with row tiles of `rows` rows and CTAs of `threads` threads:
+/// two per team. Merging costs more than shorter parts save.
+pub const fn shortest_part(rows: u32, threads: u32) -> u32 {
+    let warps = threads / LANES;
+    2 * if rows > 32 { warps / TEAM } else { warps }
 }
 
 impl<
@@ -199,45 +264,78 @@ impl<
     P: Products,
 > Decode<D8, UNITS, M, HALVES, N8, WARPS, STAGES, H, P>
 {
-    /// Fewest tiles of a part: two per team. Merging costs more than shorter parts save.
-    const SHORTEST: u32 = 2 * Self::TEAMS;
+    const SHORTEST: u32 = {
+        let shortest = shortest_part(Self::ROWS, Self::THREADS);
+        assert!(shortest == 2 * Self::TEAMS);
+        shortest
+    };
 
-    /// The CTA's part; `None` if there are fewer parts than CTAs.
+    /// Shared-memory address of the warps' votes on a schedule, behind the tile counts.
+    const VOTES: u32 = Self::RINGS + 4 * MOST_DIVIDED;
+    /// Shared-memory address of the CTA's part as the schedule has it.
+    const SCHEDULED: u32 = Self::VOTES + 4 * LANES;
+
+    /// The CTA's part; `None` if there are fewer parts than CTAs. It is read from the schedule if
+    /// that was made for these shapes and lengths. All threads take it from shared memory, where it
+    /// is saved: however it was found, the compiler sees one load.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn part_of<L: Layout>(
         p: &DecodeParams,
         layout: L,
         lengths: Seqlens,
+        schedule: Schedule,
     ) -> Option<Place> {
-        const { assert!(4 * MOST_DIVIDED <= Self::TEAMS * Self::RING_BYTES) }
+        const { assert!(4 * (MOST_DIVIDED + LANES + 4) <= Self::TEAMS * Self::RING_BYTES) }
         let (sequences, tiles) = (p.attention.batch, Shared::at(Self::RINGS));
+        let [scheduled, mut differs] = [schedule.is_given(), false];
+        let (reads_part, mut part) = (scheduled && thread_idx() == 0, [0; 4]);
+        if reads_part {
+            part = schedule.part(sequences, block_idx_y());
+            differs = schedule.is_of_other(&Shape::of(p, Self::KEYS, Self::SHORTEST));
+        }
         for b in Rolled(thread_idx()..sequences, Self::THREADS) {
-            tiles.store(b, Self::tiles(p, layout, lengths, b));
+            let stored = if scheduled { schedule.tiles(b) } else { 0 };
+            let count = tiles_of(&p.attention, layout, lengths, b, [Self::ROWS, Self::KEYS]);
+            tiles.store(b, count);
+            differs |= scheduled && stored != count;
+        }
+        if reads_part {
+            Shared::<u32>::at(Self::SCHEDULED).store_vec(0, part);
+        }
+        if scheduled {
+            Self::vote(differs);
         }
         sync_threads();
-        let mut division = Division { sequences, tiles, longest: u32::MAX, part: u32::MAX };
-        let of_split = division.measure(p.parts, Self::SHORTEST);
-        let found = division.find(block_idx_y(), of_split);
-        sync_threads();
-        let [batch, first, split, splits] = found?;
+        let found = if scheduled && !Self::has_vote() {
+            let part = Shared::<u32>::at(Self::SCHEDULED).load_vec(0);
+            (part[0] < sequences).then_some(part)
+        } else {
+            let mut division = Division::new(sequences, tiles);
+            let of_split = division.measure(p.parts, Self::SHORTEST);
+            division.find(block_idx_y(), of_split)
+        };
+        let [batch, first, split, splits] = found.unwrap_or([0; 4]);
         let column = block_idx_z() * p.attention.kv_heads + block_idx_x();
-        Some(place([batch, column * PER_SLOT * p.parts + first, split, splits]))
+        Self::keep(place([batch, column * PER_SLOT * p.parts + first, split, splits]));
+        sync_threads();
+        let kept = Self::kept();
+        (kept.splits > 0).then_some(kept)
     }
 
-    /// Visible key tiles of sequence `b`; 0 if it has no new tokens, or another launch attends to
-    /// it.
+    /// Leaves in shared memory whether a thread of the warp votes.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn tiles<L: Layout>(p: &DecodeParams, layout: L, lengths: Seqlens, b: u32) -> u32 {
-        let a = &p.attention;
-        // Both loads are in flight at once.
-        let length = lengths.load(b, a.q_len);
-        let rows = layout.rows(a, Rows::of(a, 0, 0, b, Self::ROWS));
-        if L::MAY_BE_EMPTY && rows.count() == 0 {
-            return 0;
+    fn vote(votes: bool) {
+        let any = any_sync(votes);
+        if lane() == 0 {
+            Shared::<u32>::at(Self::VOTES).store(thread_idx() / LANES, any.into());
         }
-        let total = layout.seqlen(a, &rows, length).total;
-        let window = if a.window > 0 { a.window.saturating_add(a.q_len) } else { u32::MAX };
-        total.min(window).div_ceil(Self::KEYS).max(1)
+    }
+
+    /// Whether a warp of the CTA has voted, after a barrier.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn has_vote() -> bool {
+        let votes = Shared::<u32>::at(Self::VOTES);
+        any_sync(lane() < WARPS && votes.load(lane().min(WARPS - 1)) != 0)
     }
 
     /// Shared-memory address of the saved place: after the DSMEM reduction buffer, or in it where
@@ -258,8 +356,8 @@ impl<
         L::DIVIDES && divides(Self::HEAD_SIZE, Self::IS_QUANTIZED) && p.parts > 0
     }
 
-    /// Whether the place is saved in shared memory across the main loop, because it is too long to
-    /// recompute.
+    /// Whether the place is read again from shared memory after the main loop, because it is too
+    /// long to recompute.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn keeps_place<L: Layout>() -> bool {
         L::DIVIDES && divides(Self::HEAD_SIZE, Self::IS_QUANTIZED) && Self::FORGETS

@@ -12,8 +12,10 @@ use crate::plan::params::params;
 use crate::plan::requirements;
 use crate::{Error, Pages, Problem, Result};
 use gqa_kernels::attention::decode::{self as kernels, Blocks, Layout as _};
-use gqa_kernels::params::{AttentionParams, DecodeParams, PagedDecodeParams, Strides};
-use gqa_kernels::registry::{self, Entry};
+use gqa_kernels::params::{
+    AttentionParams, DecodeParams, DecodeScheduleParams, PagedDecodeParams, Strides,
+};
+use gqa_kernels::registry::{self, Entry, Role};
 
 pub(in crate::plan) struct DecodePaged;
 
@@ -101,14 +103,40 @@ pub(super) fn launches(kernel: &Kernel, job: Job<'_>) -> Result<Vec<Launch>> {
     let params = decode::step_params(kernel, &job, attention_params(&job, cache)?)?;
     let mut bound = decode::bound(kernel, job, &params)?;
     let starts = tensor(p, TensorId::CumulativeSequenceLength, 0);
+    let divides = (1..=kernels::MOST_SLOTS).contains(&kernel.parts);
     bound.extend([
         ("starts", if pages.one_each { Arg::Null } else { starts }),
         ("past_seqlens", tensor(p, TensorId::SeqlensK, 0)),
         ("block_table", tensor(p, TensorId::BlockTable, 0)),
+        ("schedule", if divides { tensor(p, TensorId::Schedule, 0) } else { Arg::Null }),
     ]);
     let grid = kernels::grid(&params, kernel.cluster);
     let params = paged_params(params, cache, pages, longest)?;
     decode::in_clusters(kernel, device, launch(kernel.entry, grid, &bound, &params)?)
+}
+
+/// The launch that writes the schedule which `step` reads, if it does.
+pub(in crate::plan) fn schedule(step: &Launch) -> Option<Result<Launch>> {
+    let argument = |name| {
+        let number = step.entry.arguments.iter().position(|known| *known == name)?;
+        step.args.get(number).copied()
+    };
+    let written = argument("schedule").filter(|arg| *arg != Arg::Null)?;
+    let is_schedule = |entry: &&Entry| {
+        entry.family == registry::Family::DecodePaged && entry.role == Role::Schedule
+    };
+    let entry = registry::entries().find(is_schedule)?;
+    let params = DecodeScheduleParams {
+        step: bytemuck::try_pod_read_unaligned(&step.params).ok()?,
+        keys: step.entry.keys,
+        shortest: kernels::shortest_part(step.entry.rows, step.entry.threads),
+    };
+    let arguments = [
+        ("starts", argument("starts")?),
+        ("past_seqlens", argument("past_seqlens")?),
+        ("schedule", written),
+    ];
+    Some(launch(entry, [1, 1, 1], &arguments, &params))
 }
 
 /// The cache is (block, row, head), and the output's rows are tokens.

@@ -1,0 +1,165 @@
+//! The division of `parts.rs`, computed once for many launches: an engine runs every layer of a
+//! step with the same lengths.
+//!
+//! **A kernel of one CTA**, [`schedule`], writes the part of each CTA to memory. A decode kernel
+//! that gets this memory loads its CTA's part, and in the same flight compares the shapes and the
+//! key tiles of all sequences with its own. The division follows from these alone, so a schedule
+//! that agrees is right. If one does not agree, because it was made for other lengths or for
+//! another kernel, every CTA computes the division itself. All CTAs compare the same words, so all
+//! decide alike.
+//!
+//! **Memory**: shapes ([`Shape::words`]); key tiles (sequence, padded to a multiple of 4); parts
+//! (CTA, 4) as [`Division::find`] returns them, their sequence [`NOTHING`] where a CTA has no part.
+//!
+//! **Grid**: one CTA of [`SCHEDULE_THREADS`] threads. **Shared memory**: key tiles (sequence).
+
+use super::layout::Blocks;
+use super::parts::{Division, MOST_DIVIDED, most, tiles_of};
+use crate::params::{DecodeParams, DecodeScheduleParams};
+use crate::simt::{Global, Rolled, Shared, sync_threads, thread_idx};
+use crate::tile::seqlens::Seqlens;
+use crate::tile::warp::LANES;
+
+/// Threads of the kernel.
+pub const SCHEDULE_THREADS: u32 = 512;
+/// Shared memory of the kernel, in bytes.
+pub const SCHEDULE_SHARED_BYTES: u32 = 4 * MOST_DIVIDED;
+/// Most CTA slots for a KV head and row tile in a call with a schedule: more than a GPU has.
+pub const MOST_SLOTS: u32 = 1024;
+
+/// First word of a schedule, which tells it from memory that holds something else.
+const KIND: u32 = u32::from_le_bytes(*b"gqaD");
+/// Words of the shapes.
+const SHAPE_WORDS: u32 = 8;
+/// Sequence of a CTA without a part.
+const NOTHING: u32 = u32::MAX;
+
+/// 32-bit words of a schedule for that many sequences, whatever their lengths, kernel and GPU are.
+pub const fn schedule_words(sequences: usize) -> usize {
+    let parts = sequences.saturating_add(MOST_SLOTS as usize);
+    let words = sequences.saturating_add(3) / 4 * 4 + SHAPE_WORDS as usize;
+    words.saturating_add(parts.saturating_mul(4))
+}
+
+/// What the division depends on besides lengths, and what turns lengths into key tiles.
+pub(super) struct Shape {
+    sequences: u32,
+    slots: u32,
+    /// Keys of a tile.
+    keys: u32,
+    /// Fewest tiles of a part.
+    shortest: u32,
+    window: u32,
+    /// Most tokens of a sequence.
+    q_len: u32,
+    /// CTAs for a KV head and row tile.
+    ctas: u32,
+}
+
+impl Shape {
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub(super) fn of(p: &DecodeParams, keys: u32, shortest: u32) -> Self {
+        let a = &p.attention;
+        Self {
+            sequences: a.batch,
+            slots: p.parts,
+            keys,
+            shortest,
+            window: a.window,
+            q_len: a.q_len,
+            ctas: most(p),
+        }
+    }
+
+    /// As a schedule has it.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub(super) fn words(&self) -> [[u32; 4]; 2] {
+        let Self { sequences, slots, keys, shortest, window, q_len, ctas } = *self;
+        [[KIND, sequences, slots, keys], [shortest, window, q_len, ctas]]
+    }
+}
+
+/// A schedule in device memory, or none.
+#[derive(Clone, Copy)]
+pub(super) struct Schedule {
+    pub(super) words: Global<u32>,
+}
+
+impl Schedule {
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub(super) fn none() -> Self {
+        Self { words: Global::null() }
+    }
+
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub(super) fn is_given(self) -> bool {
+        !self.words.is_null()
+    }
+
+    /// Whether it was made for other shapes.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub(super) fn is_of_other(self, shape: &Shape) -> bool {
+        let ([first, second], words) = (shape.words(), [0, 4].map(|i| self.words.load_vec(i)));
+        // Comparing arrays would call memcmp.
+        let differ = |i: usize| (words[0][i] ^ first[i]) | (words[1][i] ^ second[i]);
+        differ(0) | differ(1) | differ(2) | differ(3) != 0
+    }
+
+    /// Key tiles of sequence `b`.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub(super) fn tiles(self, b: u32) -> u32 {
+        self.words.load((SHAPE_WORDS + b) as usize)
+    }
+
+    /// The part of CTA `cta`, of a schedule for that many sequences.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub(super) fn part(self, sequences: u32, cta: u32) -> [u32; 4] {
+        self.words.load_vec(part_word(sequences, cta))
+    }
+}
+
+/// First word of a CTA's part.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+fn part_word(sequences: u32, cta: u32) -> usize {
+    (SHAPE_WORDS + sequences.next_multiple_of(4) + 4 * cta) as usize
+}
+
+/// The kernel. `starts`, (sequences + 1), and `past_seqlens`, (sequences), are those of the decode
+/// kernels; `schedule` has [`schedule_words`] words.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+pub fn schedule(
+    starts: Global<i32>,
+    past_seqlens: Global<i32>,
+    schedule: Global<u32>,
+    p: DecodeScheduleParams,
+) {
+    let DecodeScheduleParams { step, keys, shortest } = p;
+    let (decode, a) = (&step.decode, &step.decode.attention);
+    let shape = Shape::of(decode, keys, shortest);
+    let layout = Blocks::new(starts, Global::null(), &step);
+    let (sequences, ctas) = (a.batch.min(MOST_DIVIDED), shape.ctas);
+    let (lengths, tiles) = (Seqlens::of_pages(past_seqlens), Shared::at(0));
+    for b in Rolled(thread_idx()..sequences, SCHEDULE_THREADS) {
+        let count = tiles_of(a, layout, lengths, b, [decode.rows, keys]);
+        tiles.store(b, count);
+        schedule.store((SHAPE_WORDS + b) as usize, count);
+    }
+    for cta in Rolled(thread_idx()..ctas, SCHEDULE_THREADS) {
+        schedule.store_vec(part_word(sequences, cta), [NOTHING; 4]);
+    }
+    if thread_idx() == 0 {
+        let [first, second] = shape.words();
+        schedule.store_vec(0, first);
+        schedule.store_vec(4, second);
+    }
+    sync_threads();
+    let mut division = Division::new(sequences, tiles);
+    let of_split = division.measure(decode.parts, shortest);
+    let warp = [thread_idx() / LANES, SCHEDULE_THREADS / LANES];
+    division.for_each_part(of_split, warp, |number, part| {
+        // Bounds the memory whatever the lengths are.
+        if number < ctas {
+            schedule.store_vec(part_word(sequences, number), part);
+        }
+    });
+}
