@@ -5,7 +5,7 @@ use crate::gpu::GpuArray;
 use crate::scores::Scores;
 use gqa_host::driver::{Device, DeviceTensor, DeviceView, LoadedPlan, Stream, Views, Workspace};
 use gqa_host::engine::{External, Heads, LatentHeads, Layer, Paged, Rope};
-use gqa_host::plan::{DeviceInfo, PlanOptions, Planner, TensorSpec};
+use gqa_host::plan::{DeviceInfo, PlanOptions, Planner, TensorId, TensorSpec};
 use gqa_host::{DType, Problem, QuantFormat, Quantization, RowStrides, Scales, Strided, Tensor};
 use pyo3::prelude::*;
 use std::collections::HashMap;
@@ -245,7 +245,7 @@ impl Call {
     #[expect(clippy::too_many_arguments, reason = "each is a number of the call")]
     #[pyo3(signature = (
         sizes, sequences, tokens, cache, most_tokens, longest, rope, counts_new, appended, lse,
-        tree_mask, quantized, q, kv, pages, one_each
+        tree_mask, quantized, q, kv, pages, one_each, scheduled = false
     ))]
     fn paged(
         sizes: Sizes,
@@ -264,6 +264,7 @@ impl Call {
         kv: Strides,
         pages: Strides,
         one_each: bool,
+        scheduled: bool,
     ) -> PyResult<Self> {
         let mut layer = sizes.layer()?;
         if let Some((format, scales)) = quantized {
@@ -286,6 +287,7 @@ impl Call {
         let call = if appended { call.appended() } else { call };
         let call = if lse { call.log_sum_exp() } else { call };
         let call = if tree_mask { call.tree_mask() } else { call };
+        let call = if scheduled { call.scheduled() } else { call };
         let call = strides(q).map_or(call, |q| call.query_strides(q));
         let call = strides(kv).map_or(call, |kv| call.key_value_strides(kv));
         let call = strides(pages).map_or(call, |pages| call.cache_strides(pages));
@@ -327,14 +329,18 @@ impl Call {
     /// Names of the plan's tensors, and how many elements each has, likewise.
     fn tensors(&self, gpu: &str) -> PyResult<Vec<(&'static str, usize)>> {
         let plan = self.planned(gpu)?;
-        let elements = |spec: &TensorSpec| spec.shape.iter().product();
-        Ok(plan.tensors().iter().map(|(id, spec)| (id.name(), elements(spec))).collect())
+        Ok(read(&plan).map(|(id, spec)| (id.name(), spec.len())).collect())
     }
 
     /// Bytes of the plan's workspace, and how many counters it has, likewise.
     fn scratch(&self, gpu: &str) -> PyResult<(usize, usize)> {
         let plan = self.planned(gpu)?;
         Ok((plan.workspace_bytes(), plan.counters()))
+    }
+
+    /// 32-bit words of the schedule that the plan's calls read, likewise; 0 where they read none.
+    fn schedule_words(&self, gpu: &str) -> PyResult<usize> {
+        Ok(schedule_words(&*self.planned(gpu)?))
     }
 }
 
@@ -359,7 +365,13 @@ impl Plan {
     /// Names of its tensors, in the order in which `enqueue` takes their addresses.
     #[getter]
     fn tensors(&self) -> Vec<&'static str> {
-        self.loaded.plan().tensors().iter().map(|(id, _)| id.name()).collect()
+        read(self.loaded.plan()).map(|(id, _)| id.name()).collect()
+    }
+
+    /// 32-bit words of the schedule that its calls read; 0 where they read none.
+    #[getter]
+    fn schedule_words(&self) -> usize {
+        schedule_words(self.loaded.plan())
     }
 
     #[getter]
@@ -387,10 +399,11 @@ impl Plan {
         stream: usize,
     ) -> PyResult<()> {
         let plan = self.loaded.plan();
-        if addresses.len() != plan.tensors().len() {
-            return Err(invalid("addresses", addresses.len(), plan.tensors().len()));
+        let tensors = read(plan).count();
+        if addresses.len() != tensors {
+            return Err(invalid("addresses", addresses.len(), tensors));
         }
-        let views = plan.tensors().iter().zip(&addresses).map(|((id, spec), &address)| {
+        let views = read(plan).zip(&addresses).map(|((id, spec), &address)| {
             let view = DeviceView::new(address, spec.dtype, &spec.shape);
             (*id, spec.strides.map_or(view, |strides| view.strided(strides)))
         });
@@ -404,4 +417,36 @@ impl Plan {
         };
         enqueued.map_err(raised)
     }
+
+    /// Puts the kernel into a stream that writes the schedule of calls which read one, by the
+    /// addresses of `cumulative_sequence_length`, `seqlens_k` and the schedule.
+    fn schedule(&self, starts: u64, lengths: u64, words: u64, stream: usize) -> PyResult<()> {
+        let ids = [
+            (TensorId::CumulativeSequenceLength, starts),
+            (TensorId::SeqlensK, lengths),
+            (TensorId::Schedule, words),
+        ];
+        let views = read(self.loaded.plan()).filter_map(|(id, spec)| {
+            let (_, address) = ids.iter().find(|(wanted, _)| wanted == id)?;
+            Some((*id, DeviceView::new(*address, spec.dtype, &spec.shape)))
+        });
+        let views: Views<'_> = views.collect();
+        // SAFETY: as above
+        let enqueued = unsafe {
+            let stream = self.gpu.stream(stream);
+            stream.and_then(|stream| self.loaded.schedule(&views, &stream))
+        };
+        enqueued.map_err(raised)
+    }
+}
+
+/// The tensors that calls of the plan read or write: a schedule only where it divides keys.
+fn read(plan: &gqa_host::plan::Plan) -> impl Iterator<Item = &(TensorId, TensorSpec)> {
+    let has_schedule = plan.schedule().is_some();
+    plan.tensors().iter().filter(move |(id, _)| has_schedule || *id != TensorId::Schedule)
+}
+
+fn schedule_words(plan: &gqa_host::plan::Plan) -> usize {
+    let schedule = read(plan).find(|(id, _)| *id == TensorId::Schedule);
+    schedule.map_or(0, |(_, spec)| spec.len())
 }

@@ -1315,6 +1315,44 @@ class OnAGpu(Cases, unittest.TestCase):
                 self.near(whole[b], expected(q[b], k[b], v[b])[0])
                 self.near(cached[b], expected(q[b], k[b, :end], v[b, :end])[0])
 
+    def test_schedules_change_no_results(self):
+        """Those of the lengths, of others, of another head size, in a graph that makes them anew,
+        and memory that is none."""
+        options = {"device": "cuda", "dtype": torch.bfloat16}
+        batch, columns, blocks = 24, 512, 2048
+        q = torch.randn(batch, 1, 32, 128, **options)
+        k, v = (torch.randn(blocks, 16, 8, 128, **options) for _ in "kv")
+        table = torch.randint(blocks, (batch, columns), device="cuda", dtype=torch.int32)
+        lengths = torch.randint(1, 2500, (batch,), device="cuda", dtype=torch.int32)
+        lengths[3] = 16 * columns
+
+        def made(size=128):
+            heads = 32, 8, size
+            where = {"page_size": 16, "causal": True}
+            return gqa.get_scheduler_metadata(batch, 1, 16 * columns, *heads, lengths, **where)
+
+        def step(metadata=None):
+            where = {"cache_seqlens": lengths, "block_table": table, "causal": True}
+            return gqa.flash_attn_with_kvcache(q, k, v, **where, scheduler_metadata=metadata)
+
+        wanted, right, other = step(), made(), made(64)
+        self.assertGreater(right.numel(), 0)
+        for metadata in (right, other, torch.zeros_like(right), torch.full_like(right, -1)):
+            for _ in range(3):
+                self.assertTrue(torch.equal(step(metadata), wanted))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            metadata = made()
+            outs = [step(metadata) for _ in range(3)]
+        for _ in range(3):
+            lengths.copy_(torch.randint(1, 16 * columns, (batch,), device="cuda"))
+            wanted = step()
+            # Made for other lengths.
+            self.assertTrue(torch.equal(step(right), wanted))
+            graph.replay()
+            for out in outs:
+                self.assertTrue(torch.equal(out, wanted))
+
     # Heads, KV heads, head size, keys and sequences of decode steps whose keys are split.
     SPLITS = (8, 1, 128, 16384, 1), (4, 1, 128, 65536, 1), (16, 2, 128, 32768, 2)
     SPLITS += ((8, 2, 256, 16384, 1),)

@@ -45,13 +45,22 @@ class Planned:
 
     # Whose plans these are, and what its memory is, where that is looked at.
     gpu, memory = "h200", None
+    # Calls that had a schedule, and whether it was made for their lengths.
+    scheduled = []
 
     def __init__(self, kind, sizes, *numbers):
         self.call = getattr(_gqa.Call, kind)(sizes, *numbers)
         self.elements, self.kernels = dict(self.call.tensors(Planned.gpu)), getattr(self, kind)
         self.tensors = list(self.elements)
         self.workspace_bytes, self.counters = self.call.scratch(Planned.gpu)
+        self.schedule_words = self.call.schedule_words(Planned.gpu)
         self.scores, self.numbers = sizes.scores, numbers
+
+    def schedule(self, starts, lengths, words, stream):
+        """Writes lengths where a division of them would be."""
+        count = self.numbers[0]
+        lengths = in_bytes(lengths, 4 * count)
+        in_bytes(words, 4 * self.schedule_words)[: 4 * count] = lengths
 
     def enqueue(self, addresses, workspace, counters, stream):
         """Runs at once, on the memory that the addresses lead to."""
@@ -131,7 +140,10 @@ class Planned:
 
     def paged(self, tensors):
         _, _, (blocks, size, columns), most, longest, rope, *wanted = self.numbers
-        counts_new, no_new, want_lse, has_tree, quantized, *strides, pages, one_each = wanted
+        counts_new, no_new, want_lse, has_tree, quantized, *strides, pages, one_each, _ = wanted
+        if "schedule" in tensors:
+            lengths = tensors["seqlens_k"]
+            Planned.scheduled.append(torch.equal(tensors["schedule"][: len(lengths)], lengths))
         names = ("query",) if no_new else ("query", "key", "value")
         rows = {
             name: tokens_in_memory(tensors[name], by)
@@ -246,7 +258,8 @@ def run(planned, tensors):
 
 def planned(gpu, call):
     """The plan of a call, as _launch.plan keeps it."""
-    return _launch.Planned(call, call.tensors, call.workspace_bytes, call.counters)
+    scratch = call.workspace_bytes, call.counters
+    return _launch.Planned(call, call.tensors, *scratch, call.schedule_words)
 
 
 class Gpu:
@@ -364,6 +377,56 @@ class Emulated(Cases, unittest.TestCase):
         ):
             kernels = self.kernels(lambda: gqa.flash_attn_func(q, k, v, **given))
             self.assertEqual(kernels, ["gqa_hopper_masked_bf16_d128"], given.keys())
+
+    def test_a_schedule_serves_all_calls_of_its_lengths(self):
+        options = {"dtype": torch.bfloat16}
+        lengths = torch.tensor([9000, *[5] * 6, 17]).int()
+        used = [-(-n // 16) for n in lengths.tolist()]
+        table = torch.zeros(len(used), max(used), dtype=torch.int32)
+        for row, own in zip(table, torch.randperm(sum(used)).split(used)):
+            row[: len(own)] = own
+        q = torch.randn(8, 1, 8, 128, **options)
+        k, v = (torch.randn(sum(used), 16, 2, 128, **options) for _ in "kv")
+        longest = 16 * table.shape[1]
+
+        def step(**named):
+            where = {"cache_seqlens": lengths, "block_table": table}
+            return gqa.flash_attn_with_kvcache(q, k, v, **where, causal=True, **named)
+
+        def varlen(**named):
+            where = torch.arange(9).int(), None, 1, longest
+            lists = {"seqused_k": lengths, "block_table": table}
+            return gqa.flash_attn_varlen_func(q[:, 0], k, v, *where, causal=True, **lists, **named)
+
+        def made(*others, **named):
+            where = {"page_size": 16, "causal": True, **named}
+            return gqa.get_scheduler_metadata(8, 1, longest, 8, 2, 128, lengths, *others, **where)
+
+        schedule = made()
+        self.assertEqual((schedule.dtype, schedule.dim()), (torch.int32, 1))
+        self.assertGreater(schedule.numel(), 8)
+        Planned.scheduled.clear()
+        for call in (step, varlen):
+            wanted = call()
+            for _ in range(2):
+                self.assertTrue(torch.equal(call(scheduler_metadata=schedule), wanted))
+            for ignored in (None, schedule[:0]):
+                self.assertTrue(torch.equal(call(scheduler_metadata=ignored), wanted))
+        self.assertEqual(Planned.scheduled, [True] * 4)
+        for others in ({"cu_seqlens_q": torch.arange(9).int()}, {"qkv_dtype": torch.int8}):
+            self.assertEqual(made(**others).shape, schedule.shape)
+        refused = schedule[:-4], schedule[1:], schedule.long(), schedule.tolist()
+        for given in refused:
+            with self.assertRaisesRegex((TypeError, ValueError), "^scheduler_metadata: got"):
+                step(scheduler_metadata=given)
+        # Kernels that divide nothing have no schedule, and read none.
+        short = gqa.get_scheduler_metadata(8, 1, 64, 8, 2, 128, lengths, causal=True)
+        self.assertEqual(short.numel(), 0)
+        where = {"cache_seqlens": lengths[1:], "block_table": table[1:, :2].contiguous()}
+        few = gqa.flash_attn_with_kvcache(
+            q[1:], k, v, **where, causal=True, scheduler_metadata=schedule
+        )
+        self.assertTrue(torch.equal(few, step()[1:]))
 
     def test_caches_of_engines_are_read_where_they_are(self):
         options = {"dtype": torch.bfloat16}

@@ -104,6 +104,8 @@ class Batch:
     # Bounds that are larger than what they bound.
     longest: object = None
     most: object = None
+    # A cache of no more blocks than sequences have, so that some must be short.
+    is_tight: bool = False
 
 
 class Layer:
@@ -124,6 +126,9 @@ class Layer:
         # More than sequences need, as vLLM has them for the longest that there may be.
         columns = max(-(-keys // SIZE_OF_BLOCKS) for _, keys in batch.lengths) + 13
         count = len(batch.lengths) * columns + 1
+        used = [-(-keys // SIZE_OF_BLOCKS) for _, keys in batch.lengths]
+        if batch.is_tight:
+            count = sum(used) + 1
         shape = module.Backend.get_kv_cache_shape(
             count, SIZE_OF_BLOCKS, batch.kv_heads, batch.size
         )
@@ -134,7 +139,12 @@ class Layer:
         self.kv_cache = memory.permute(*np.argsort(order).tolist())
         assert self.kv_cache.shape == shape
         blocks = torch.randperm(count - 1, generator=self.random)[: count - 1] + 1
-        self.table = blocks.view(len(batch.lengths), columns).int()
+        if batch.is_tight:
+            self.table = torch.zeros(len(used), columns, dtype=torch.int32)
+            for row, own in zip(self.table, blocks.split(used)):
+                row[: len(own)] = own
+        else:
+            self.table = blocks.view(len(batch.lengths), columns).int()
         self.keys, self.values = [], []
 
     def draw(self, *shape):
@@ -324,6 +334,24 @@ class OnEmulatedGpu(unittest.TestCase):
         for made in self.made:
             kernels = made.plan.call.kernels("h200")
             self.assertFalse([name for name in kernels if "gather" in name], made.plan.numbers)
+
+    def test_layers_share_how_a_steps_keys_are_divided(self):
+        batch = Batch([(1, 9000), *[(1, 5)] * 6, (1, 16)], size=128, is_tight=True)
+        layer = self.layer(batch)
+        step = self.builder().build(0, metadata(batch, layer.table))
+        made, make = [], emulated.Planned.schedule
+
+        def schedule(planned, *where):
+            made.append(planned)
+            return make(planned, *where)
+
+        with mock.patch.object(emulated.Planned, "schedule", schedule):
+            emulated.Planned.scheduled.clear()
+            # One layer three times, as three of its kind.
+            for _ in range(3):
+                self.check(layer, *self.attend(layer, step))
+        self.assertEqual(len(made), 1)
+        self.assertEqual(emulated.Planned.scheduled, [True] * 3)
 
     def test_what_becomes_of_scores(self):
         lengths = [(1, 50), (20, 20), (1, 3), (7, 30)]

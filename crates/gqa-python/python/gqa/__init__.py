@@ -8,6 +8,7 @@ from gqa._flash import (
     flash_attn_func,
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
+    get_scheduler_metadata,
     merge_states,
 )
 from gqa._gqa import DriverError, NoDriverError, __version__
@@ -32,5 +33,6 @@ __all__ = [
     "flash_attn_with_kvcache",
     "flash_mla_with_kvcache",
     "get_mla_metadata",
+    "get_scheduler_metadata",
     "merge_states",
 ]

@@ -117,6 +117,7 @@ def flash_attn_varlen_func(
     block_table: Array | None = None,
     *, seqused_k: Integers | None = None, return_softmax_lse: Literal[False] = False,
     s_aux: Array | None = None, k_descale: Array | None = None, v_descale: Array | None = None,
+    scheduler_metadata: Array | None = None,
     out: _A | None = None,
 ) -> _A: ...
 @overload
@@ -129,6 +130,7 @@ def flash_attn_varlen_func(
     block_table: Array | None = None,
     *, seqused_k: Integers | None = None, return_softmax_lse: Literal[True],
     s_aux: Array | None = None, k_descale: Array | None = None, v_descale: Array | None = None,
+    scheduler_metadata: Array | None = None,
     out: _A | None = None,
 ) -> tuple[_A, _A]: ...
 @overload
@@ -140,7 +142,8 @@ def flash_attn_varlen_func(
     deterministic: bool = False, block_table: Array | None = None,
     *, return_attn_probs: Literal[True], seqused_k: Integers | None = None,
     return_softmax_lse: bool = False, s_aux: Array | None = None, k_descale: Array | None = None,
-    v_descale: Array | None = None, out: _A | None = None,
+    v_descale: Array | None = None, scheduler_metadata: Array | None = None,
+    out: _A | None = None,
 ) -> tuple[_A, _A, None]: ...
 @overload
 def flash_attn_varlen_qkvpacked_func(
@@ -205,7 +208,8 @@ def flash_attn_with_kvcache(
     softcap: Number = 0.0, rotary_interleaved: bool = True, alibi_slopes: Array | None = None,
     num_splits: int = 0, return_softmax_lse: Literal[False] = False,
     *, s_aux: Array | None = None, tree_mask: Array | None = None, k_descale: Array | None = None,
-    v_descale: Array | None = None, out: _A | None = None,
+    v_descale: Array | None = None, scheduler_metadata: Array | None = None,
+    out: _A | None = None,
 ) -> _A: ...
 @overload
 def flash_attn_with_kvcache(
@@ -218,9 +222,20 @@ def flash_attn_with_kvcache(
     num_splits: int = 0,
     *, return_softmax_lse: Literal[True], s_aux: Array | None = None,
     tree_mask: Array | None = None, k_descale: Array | None = None, v_descale: Array | None = None,
+    scheduler_metadata: Array | None = None,
     out: _A | None = None,
 ) -> tuple[_A, _A]: ...
 def merge_states(outputs: Iterable[_A], log_sum_exps: Iterable[Array]) -> tuple[_A, _A]: ...
+def get_scheduler_metadata(
+    batch_size: SupportsIndex, max_seqlen_q: SupportsIndex, max_seqlen_k: SupportsIndex,
+    num_heads_q: SupportsIndex, num_heads_kv: SupportsIndex, headdim: SupportsIndex,
+    cache_seqlens: _A, qkv_dtype: object = None, headdim_v: SupportsIndex | None = None,
+    cu_seqlens_q: Array | None = None, cu_seqlens_k_new: Array | None = None,
+    cache_leftpad: Array | None = None, page_size: SupportsIndex | None = None,
+    max_seqlen_k_new: SupportsIndex = 0, causal: bool = False, window_size: Window = (-1, -1),
+    has_softcap: bool = False, num_splits: int = 0, pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+) -> _A: ...
 def get_mla_metadata(*args: object, **kwargs: object) -> tuple[None, None]: ...
 def flash_mla_with_kvcache(
     q: _A, k_cache: Array, block_table: Array, cache_seqlens: Integers, head_dim_v: int,

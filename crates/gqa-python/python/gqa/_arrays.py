@@ -629,7 +629,9 @@ def _paged(
     strides = _all_strides(q, new or (), call.caches, call.block)
     one_each = all(b - a == 1 for a, b in itertools.pairwise(call.starts))
     one_each = one_each and tokens == len(call.starts) - 1
-    wanted = call.counts_new, new is None, want_lse, tree is not None, quantized, *strides, one_each
+    # Without a schedule.
+    last = one_each, False
+    wanted = call.counts_new, new is None, want_lse, tree is not None, quantized, *strides, *last
     numbers = len(call.starts) - 1, tokens, cut, most, longest, turns, *wanted
     work.run("paged", q, k_cache.shape[2], scores, sinks is not None, numbers, tensors)
     return out, lse

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple, Optional
 import torch
 from torch import Tensor
 
-from gqa import _fallback, _gqa, _quantized, _steps, _strides
+from gqa import _fallback, _gqa, _launch, _quantized, _steps, _strides
 from gqa._cpu import check_in_memory
 from gqa._errors import invalid, mistyped
-from gqa._flash import Places, Scores, Step, _shape, block_size
+from gqa._flash import Metadata, Places, Scores, Step, _shape, block_size
 from gqa._launch import ELEMENTS, Planned, Tensors, filled, keeps, launches, plan, rising, run
 from gqa._quantized import FORMATS, Cache, Rope
 
@@ -36,6 +36,9 @@ class _Sequences(NamedTuple):
     longest: int
     # Whether every row of q is one of a sequence's first most_tokens: no other rows are written.
     has_all_rows: bool = False
+    # Whether it has a schedule, and that, once it is made.
+    scheduled: bool = False
+    schedule: Optional[Tensor] = None
 
 
 def check_output(out: Tensor, read: dict[str, Any]) -> None:
@@ -89,6 +92,7 @@ def varlen(
     step: Step | None = None,
     descales: tuple[Any, Any] = (None, None),
     out: Tensor | None = None,
+    schedule: Any = None,
 ) -> _Results:
     """``step`` as that of dense."""
     if table is None:
@@ -105,7 +109,8 @@ def varlen(
     if table is not None:
         lengths = starts[1].diff() if lengths is None else lengths
         where = starts[0], lengths, most, table
-        return _varlen_over_blocks(q, cache, *where, scores, want_lse, step, out)
+        schedule = _schedule(schedule, q)
+        return _varlen_over_blocks(q, cache, *where, scores, want_lse, step, out, schedule)
     if is_self and not want_lse and k.shape == v.shape and _suits_blocks(q, scores):
         return _over_new_blocks(q, k, v, starts[0], most[0], scores, out), None
     if is_self and starts[0].shape[0] == 2 and q.shape[0] <= most[0] and scores.slopes is None:
@@ -129,6 +134,7 @@ def with_kvcache(
     tree: Tensor | None = None,
     descales: tuple[Any, Any] = (None, None),
     out: Tensor | None = None,
+    schedule: Any = None,
 ) -> _Results:
     """``step`` is a key of _steps and the arguments it is of, where this call may be kept."""
     cache = _cache(q, dict(zip(("k_cache", "v_cache"), caches)), descales)
@@ -145,7 +151,8 @@ def with_kvcache(
     in_place = places.first is None and _reads_blocks(q, cache, scores, names, places.table)
     in_place = in_place and _is_of_last_rows(q, cache.keys, new, places, scores, tree)
     if in_place and _rotates(rope, q.shape[1], scores):
-        return _over_blocks(q, cache, new, rope, places, scores, want_lse, step, tree, out)
+        given = q, cache, new, rope, places, scores, want_lse, step, tree, out
+        return _over_blocks(*given, _schedule(schedule, q))
     return _over_rows(q, cache, new, rope, places, scores, want_lse, tree, out)
 
 
@@ -198,6 +205,66 @@ def _tensors_of_latent(
         "block_table": table,
         "cumulative_sequence_length": rising(q.device, lengths.shape[0] + 1, rows),
     }
+
+
+def metadata(step: Metadata, lengths: Tensor, starts: Any, dtype: torch.dtype) -> Tensor:
+    """The schedule of a step, of so many elements as its calls want; none where they read none."""
+    device, batch = lengths.device, step.batch
+    lengths = _integers("cache_seqlens", lengths, device, (batch,))
+    one_each = starts is None and step.rows == 1
+    if starts is None:
+        starts = rising(device, batch + 1, step.rows)
+    starts = _integers("cu_seqlens_q", starts, device, (batch + 1,))
+    of_cache = FORMATS.get(dtype)
+    dtype = torch.bfloat16 if of_cache is not None else dtype
+    if dtype not in ELEMENTS:
+        types = ", ".join(map(str, (*ELEMENTS, *FORMATS)))
+        raise invalid("qkv_dtype", dtype, types)
+    quantized = None if of_cache is None else (of_cache, "tensor")
+    q = torch.empty((0, step.heads, step.size), dtype=dtype, device=device)
+    columns = -(-step.keys // step.block_size)
+    wanted = None, not step.appends, not step.appends, False, False, quantized
+    last = None, None, None, one_each, True
+    # Whether calls divide keys depends on how many blocks the cache has, which is not said.
+    for blocks in (batch * columns, columns):
+        numbers = (blocks, step.block_size, columns), step.rows, step.keys, *wanted, *last
+        asked = "paged", q, step.kv_heads, step.scores, batch, batch * step.rows, *numbers
+        words = _launch.schedule(plan(*asked), starts, lengths, _stream(device))
+        if words is not None:
+            return words
+    return torch.empty(0, dtype=torch.int32, device=device)
+
+
+def _stream(device: torch.device) -> int:
+    return _launch.current_stream(device.index)
+
+
+def _schedule(given: Any, q: Tensor) -> Tensor | None:
+    """A schedule that kernels can read, if there is one."""
+    if given is None:
+        return None
+    if not isinstance(given, torch.Tensor):
+        raise mistyped("scheduler_metadata", type(given).__name__, f"a tensor on {q.device}")
+    if given.dtype != torch.int32 or given.device != q.device:
+        got = f"{given.dtype} on {given.device}"
+        raise invalid("scheduler_metadata", got, f"torch.int32 on {q.device}")
+    return given if given.numel() > 0 else None
+
+
+def _with_schedule(call: _Sequences, schedule: Tensor | None) -> _Sequences:
+    return call._replace(scheduled=schedule is not None, schedule=schedule)
+
+
+def _check_schedule(planned: Planned, schedule: Tensor | None) -> None:
+    """Errs where kernels would read a schedule that is not where they expect it. One that was made
+    for other lengths, or of other heads, they find out themselves."""
+    words = planned.schedule_words
+    if schedule is None or words == 0:
+        return
+    in_place = schedule.is_contiguous() and schedule.data_ptr() % 16 == 0
+    if schedule.numel() != words or not in_place:
+        got = f"{tuple(schedule.shape)}, strides {schedule.stride()}"
+        raise invalid("scheduler_metadata", got, f"({words},), as get_scheduler_metadata has it")
 
 
 def merge(outputs: list[Any], log_sum_exps: list[Any]) -> tuple[Tensor, Tensor]:
@@ -578,6 +645,7 @@ def _varlen_over_blocks(
     want_lse: bool,
     step: Step | None,
     out: Tensor | None,
+    schedule: Tensor | None,
 ) -> _Results:
     rows, keys = most
     table = _table(table, q.device, starts.shape[0] - 1)
@@ -586,6 +654,7 @@ def _varlen_over_blocks(
     if in_place and _are_last(rows, keys, scores):
         size = cache.keys.shape[1]
         call = _Sequences(starts, lengths, True, table, size, rows, keys)
+        call = _with_schedule(call, schedule)
         kept: _Kept | None = None if step is None else (*step, [])
         return _paged(q, cache, None, None, call, scores, want_lse, kept=kept, out=out)
     # Rows as _padded has them.
@@ -714,8 +783,8 @@ def _asked(
         pages = _of_blocks(cache.keys, call.block_size)
     strides = _of_tokens(q), None if new is None else _of_tokens(new[0]), pages
     wanted = turns, call.counts_new, new is None, want_lse, has_tree, cache.format(), *strides
-    one_each = call.has_all_rows and call.most_tokens == 1
-    return "paged", q, kv_heads, scores, call.lengths.shape[0], tokens, *numbers, *wanted, one_each
+    last = call.has_all_rows and call.most_tokens == 1, call.scheduled
+    return "paged", q, kv_heads, scores, call.lengths.shape[0], tokens, *numbers, *wanted, *last
 
 
 def _planned(
@@ -740,6 +809,7 @@ def _planned(
     k, v = (None, None) if new is None else new
     cos, sin, _ = (None, None, None) if rope is None else rope
     planned = plan(*_asked(q, cache, new, rope, call, scores, want_lse, tree is not None))
+    _check_schedule(planned, call.schedule)
     k_scale, v_scale = (None, None) if cache.scales is None else cache.scales[1:]
     tensors = {
         "query": q,
@@ -753,6 +823,7 @@ def _planned(
         "seqlens_k": call.lengths,
         "cumulative_sequence_length": call.starts,
         "block_table": call.table,
+        "schedule": call.schedule,
         "cos_cache": cos,
         "sin_cache": sin,
         "head_sink": _sinks(scores, q),
@@ -879,6 +950,7 @@ def _over_blocks(
     step: Step | None,
     tree: Tensor | None,
     out: Tensor | None,
+    schedule: Tensor | None,
 ) -> _Results:
     """One call appends, rotates and attends."""
     (batch, rows), table = q.shape[:2], places.table
@@ -894,6 +966,7 @@ def _over_blocks(
         call = _Sequences(starts, lengths, counts_new, table, size, rows, longest, True)
     if rope is not None:
         call = call._replace(longest=min(call.longest, rope[0].shape[0]))
+    call = _with_schedule(call, schedule)
     kept = None
     # Where entries are picked the table depends on what is in an argument.
     if step is not None and places.entries is None:

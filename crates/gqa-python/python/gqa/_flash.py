@@ -48,6 +48,22 @@ class Places(NamedTuple):
     table: Any
 
 
+class Metadata(NamedTuple):
+    """What get_scheduler_metadata is told of a step."""
+
+    batch: int
+    # Most rows and keys of a sequence.
+    rows: int
+    keys: int
+    heads: int
+    kv_heads: int
+    size: int
+    block_size: int
+    # Whether calls append their rows' keys.
+    appends: bool
+    scores: Scores
+
+
 # What tells a call on a GPU from others, and its tensors.
 Step = tuple[Any, tuple[Any, ...]]
 
@@ -262,6 +278,7 @@ def flash_attn_varlen_func(
     s_aux: Array | None = None,
     k_descale: Array | None = None,
     v_descale: Array | None = None,
+    scheduler_metadata: Array | None = None,
     out: Array | None = None,
 ) -> Any:
     """:func:`flash_attn_func` of sequences of any lengths, which lie one behind the other.
@@ -274,11 +291,12 @@ def flash_attn_varlen_func(
     int32 (sequences), may say how many keys each has, in place of ``cu_seqlens_k``.
     ``max_seqlen_q`` and ``max_seqlen_k`` bound the lengths on a GPU, where these are not looked at.
     The paged KV cache may be quantized, with ``k_descale`` and ``v_descale``: see
-    :func:`flash_attn_with_kvcache`.
+    :func:`flash_attn_with_kvcache`. So is ``scheduler_metadata``.
 
     Log-sum-exps have shape (heads, rows of all sequences).
     """
-    arguments = q, k, v, cu_seqlens_q, seqused_k, block_table, k_descale, v_descale
+    lists = cu_seqlens_q, seqused_k, block_table
+    arguments = q, k, v, *lists, k_descale, v_descale, scheduler_metadata
     numbers = softmax_scale, causal, softcap, max_seqlen_q, max_seqlen_k
     _no_dropout(dropout_p)
     want_lse = _wants_lse(return_softmax_lse, return_attn_probs)
@@ -304,7 +322,7 @@ def flash_attn_varlen_func(
     read |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_k": used}
     read |= {"k_descale": k_descale, "v_descale": v_descale}
     read |= {"alibi_slopes": alibi_slopes, "s_aux": s_aux}
-    others = _step(key, arguments) | scales
+    others = _step(key, arguments) | scales | _scheduled(q, scheduler_metadata)
     others |= _output(out, read, v if block_table is None else None)
     result, lse = _backend(q).varlen(*given, scores, want_lse, **others)
     return _returned(result, lse, return_softmax_lse, return_attn_probs)
@@ -335,6 +353,7 @@ def flash_attn_with_kvcache(
     tree_mask: Array | None = None,
     k_descale: Array | None = None,
     v_descale: Array | None = None,
+    scheduler_metadata: Array | None = None,
     out: Array | None = None,
 ) -> Any:
     """Attention over a KV cache, to which k and v are appended in place first.
@@ -360,9 +379,13 @@ def flash_attn_with_kvcache(
     Such a value times ``k_descale`` or ``v_descale``, float32, is the number, and 1 where there is
     none: one for the cache, (KV heads), (batch, KV heads) with one row for all, as ``expand`` makes
     it, or (KV heads, size). What is appended is divided by them and rounded.
+
+    ``scheduler_metadata`` is what :func:`get_scheduler_metadata` returned for these lengths: the
+    kernels need not divide the keys again. It never changes the result.
     """
     new_or_none, lengths = (k, v, rotary_cos, rotary_sin), (cache_seqlens, block_table)
-    arguments = q, k_cache, v_cache, *new_or_none, *lengths, k_descale, v_descale
+    scales = k_descale, v_descale
+    arguments = q, k_cache, v_cache, *new_or_none, *lengths, *scales, scheduler_metadata
     numbers = softmax_scale, causal, softcap, rotary_interleaved
     want_lse = flag("return_softmax_lse", return_softmax_lse)
     unusual = cache_batch_idx is not None or cache_leftpad is not None or want_lse
@@ -387,7 +410,7 @@ def flash_attn_with_kvcache(
     others = _step(key, arguments)
     if tree_mask is not None:
         others["tree"] = tree_mask
-    others |= descales(k_descale, v_descale)
+    others |= descales(k_descale, v_descale) | _scheduled(q, scheduler_metadata)
     read: dict[str, Any] = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v}
     read |= {"rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "cache_seqlens": cache_seqlens}
     read |= {"cache_batch_idx": cache_batch_idx, "cache_leftpad": cache_leftpad}
@@ -424,6 +447,80 @@ def descales(k_descale: Array | None, v_descale: Array | None) -> dict[str, Any]
     """The scales of a quantized KV cache by their name, where there are some."""
     is_given = k_descale is not None or v_descale is not None
     return {"descales": (k_descale, v_descale)} if is_given else {}
+
+
+def _scheduled(q: Any, metadata: Array | None) -> dict[str, Any]:
+    """A schedule by its name, for a backend whose kernels read one."""
+    reads = metadata is not None and hasattr(_backend(q), "metadata")
+    return {"schedule": metadata} if reads else {}
+
+
+def get_scheduler_metadata(
+    batch_size: SupportsIndex,
+    max_seqlen_q: SupportsIndex,
+    max_seqlen_k: SupportsIndex,
+    num_heads_q: SupportsIndex,
+    num_heads_kv: SupportsIndex,
+    headdim: SupportsIndex,
+    cache_seqlens: Any,
+    qkv_dtype: Any = None,
+    headdim_v: SupportsIndex | None = None,
+    cu_seqlens_q: Array | None = None,
+    cu_seqlens_k_new: Array | None = None,
+    cache_leftpad: Array | None = None,
+    page_size: SupportsIndex | None = None,
+    max_seqlen_k_new: SupportsIndex = 0,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    has_softcap: bool = False,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+) -> Any:
+    """How calls over a KV cache divide the keys of these sequences, for ``scheduler_metadata``.
+
+    Made once a step, it serves all layers: each call would otherwise compute it again. Returns an
+    int32 tensor, which a kernel writes in torch's current stream; without elements where calls do
+    not divide keys, and on the CPU.
+
+    ``cache_seqlens``, int32 (``batch_size``), and ``cu_seqlens_q`` are the calls' tensors of torch;
+    without ``cu_seqlens_q`` every sequence has ``max_seqlen_q`` rows. ``max_seqlen_k`` is that of
+    the calls, or the rows of a sequence's blocks, which have ``page_size`` each. ``qkv_dtype`` is
+    the type of q, or that of a quantized KV cache; None: bfloat16. Calls append keys where
+    ``max_seqlen_k_new`` is not 0. A schedule for other calls than those that get it makes them no
+    faster, and changes no result. ``headdim_v``, ``cu_seqlens_k_new``, ``cache_leftpad``,
+    ``has_softcap``, ``num_splits``, ``pack_gqa`` and ``sm_margin`` are ignored.
+    """
+    if not _cpu._is_torch(cache_seqlens):
+        got = type(cache_seqlens).__name__
+        raise mistyped("cache_seqlens", got, "a tensor of torch's")
+    import torch
+
+    names = "batch_size", "max_seqlen_q", "max_seqlen_k", "num_heads_q", "num_heads_kv", "headdim"
+    given = batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim
+    batch, rows, keys, heads, kv_heads, size = map(_positive, names, given)
+    if heads % kv_heads:
+        raise invalid("num_heads_kv", kv_heads, f"a number that divides {heads}")
+    block = 16 if page_size is None else _positive("page_size", page_size)
+    q = cache_seqlens.new_empty((0, size), dtype=torch.float32)
+    scores = _scores(q, None, 0.0, causal, window_size, None, None)
+    appends = operator.index(max_seqlen_k_new) > 0
+    step = Metadata(batch, rows, keys, heads, kv_heads, size, block, appends, scores)
+    device = backend(cache_seqlens)
+    if not hasattr(device, "metadata"):
+        return cache_seqlens.new_empty(0, dtype=torch.int32)
+    dtype = torch.bfloat16 if qkv_dtype is None else qkv_dtype
+    return device.metadata(step, cache_seqlens, cu_seqlens_q, dtype)
+
+
+def _positive(name: str, number: SupportsIndex) -> int:
+    try:
+        value = operator.index(number)
+    except TypeError:
+        raise mistyped(name, type(number).__name__, "an integer") from None
+    if not 0 < value <= _MOST_KEYS:
+        raise invalid(name, value, f"1 to {_MOST_KEYS}")
+    return value
 
 
 def _output(out: Any, read: dict[str, Any], v: Any = None) -> dict[str, Any]:

@@ -53,6 +53,8 @@ class Planned(NamedTuple):
     tensors: list[str]
     workspace_bytes: int
     counters: int
+    # Of the schedule that its calls read, or 0.
+    schedule_words: int
 
 
 @functools.cache
@@ -105,7 +107,8 @@ def plan_for_graph(gpu: _gqa.Gpu, call: _gqa.Call) -> Planned:
 
 
 def _planned(made: _gqa.Plan) -> Planned:
-    return Planned(made, made.tensors, made.workspace_bytes, made.counters)
+    scratch = made.workspace_bytes, made.counters
+    return Planned(made, made.tensors, *scratch, made.schedule_words)
 
 
 @_of_call
@@ -140,6 +143,16 @@ def enqueue(planned: Planned, output: Tensor, stream: int, addresses: Sequence[i
     workspace = _workspace(planned, output.device)
     counters = _counters_of(planned, output.device, stream)
     planned.plan.enqueue(addresses, _address(workspace), _address(counters), stream)
+
+
+def schedule(planned: Planned, starts: Tensor, lengths: Tensor, stream: int) -> Tensor | None:
+    """How the plan's calls divide the keys of sequences with these cu_seqlens and lengths, int32;
+    None where they read no schedule."""
+    if planned.schedule_words == 0:
+        return None
+    words = torch.empty(planned.schedule_words, dtype=torch.int32, device=lengths.device)
+    planned.plan.schedule(starts.data_ptr(), lengths.data_ptr(), words.data_ptr(), stream)
+    return words
 
 
 def _address(tensor: Tensor | None) -> int:

@@ -23,11 +23,12 @@ class Limits(NamedTuple):
 def begin(asked: tuple[Any, ...], most: Limits) -> list[Future[Planned]]:
     """Has threads plan steps that are like the one that the planner was asked for. A plan compiles
     its kernels, of which a layer has about ten."""
-    kind, query, kv_heads, scores, _, _, pages, _, _, *wanted, _ = asked
+    kind, query, kv_heads, scores, _, _, pages, _, _, *wanted, _, scheduled = asked
+    last = False, scheduled
     # Its memory is not kept meanwhile.
     like = query.new_empty(0, *query.shape[1:])
     return planned(
-        (kind, like, kv_heads, scores, *two, pages, *bounds, *wanted, False)
+        (kind, like, kv_heads, scores, *two, pages, *bounds, *wanted, *last)
         for *two, bounds in _steps(most)
     )
 

@@ -191,6 +191,8 @@ def _part(
     if most_scratch is not None and planned.workspace_bytes > most_scratch:
         return None
     k_scale, v_scale = (None, None) if given.cache.scales is None else given.cache.scales[1:]
+    # For all layers of the kind. A graph captures its kernel, and makes it anew in each replay.
+    schedule = _launch.schedule(planned, call.starts, call.lengths, stream)
     tensors: _launch.Tensors = {
         "query": query,
         "output": output,
@@ -202,6 +204,7 @@ def _part(
         "seqlens_k": call.lengths,
         "cumulative_sequence_length": call.starts,
         "block_table": call.table,
+        "schedule": schedule,
     }
     pairs = (query, given.query), (output, given.output)
     behind = [part.data_ptr() - whole.data_ptr() for part, whole in pairs]
@@ -244,7 +247,7 @@ def _sequences(step: Step, some: _Some, block_size: int) -> _cuda._Sequences:
     # Sequences without a row, as a graph's padding has them, have no key either.
     one_each = most == 1 and end_row - first_row == end - first
     return _cuda._Sequences(
-        starts, lengths, True, table, block_size, most, longest, has_all_rows=one_each
+        starts, lengths, True, table, block_size, most, longest, one_each, scheduled=True
     )
 
 
