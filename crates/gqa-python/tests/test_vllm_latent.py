@@ -207,12 +207,16 @@ class Prompts(unittest.TestCase):
             starts = torch.nn.functional.pad(chunks.cumsum(1), (1, 0)).int()
             most = chunks.max(1).values.tolist()
             told.chunked_context = types.SimpleNamespace(
-                seq_lens=chunks, cu_seq_lens=starts, max_seq_lens=most
+                seq_lens=chunks,
+                cu_seq_lens=starts,
+                max_seq_lens=most,
+                prefill_tokens_with_context=1,
             )
         kind = self.module.LatentMetadataBuilder if builds else stand_in.MetadataBuilder
         if not builds:
             kind = type("Other", (kind,), {"_build_decode": lambda *_: None})
         self.builder(kind).build(0, told)
+        return told.chunked_context
 
     def tensors(self, rows, keys, size=192, values=128, heads=2):
         """Values are a slice of a projection, as vLLM has them."""
@@ -250,6 +254,18 @@ class Prompts(unittest.TestCase):
                 out, lse = self.prefill.run_prefill_context_chunk(chunk, *tensors)
                 self.assertEqual((lse.shape, lse.dtype), ((2, sum(rows)), torch.float32))
                 self.check(tensors, rows, keys, out, lse, causal=False)
+
+    def test_prompts_with_a_context_need_not_be_first(self):
+        """vLLM says how many rows get one merged as if they were; None is all."""
+        for contexts, merged in (
+            ([[64, 64, 0]], 1),
+            ([[64, 0, 64]], None),
+            ([[0, 64, 0], [0, 3, 0]], None),
+            ([[64, 64, 0], [0, 3, 0]], 1),
+        ):
+            with self.subTest(contexts=contexts):
+                context = self.prepared([7, 30, 4], contexts)
+                self.assertEqual(context.prefill_tokens_with_context, merged)
 
     def test_neighbors_of_one_size_are_one_call(self):
         """In place, by the kernel of these sizes."""

@@ -124,6 +124,8 @@ class LatentMetadataBuilder(MLACommonMetadataBuilder):
         if metadata.prefill is not None and isinstance(prefill, Prefill):
             starts = common_attn_metadata.query_start_loc_cpu[metadata.num_decodes :]
             prefill.know_starts((starts - starts[0]).tolist())
+        if metadata.prefill is not None and metadata.prefill.chunked_context is not None:
+            _merge_all_contexts(metadata.prefill.chunked_context)
         return metadata
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> MLACommonMetadata:
@@ -146,6 +148,14 @@ class LatentMetadataBuilder(MLACommonMetadataBuilder):
             got = f"{num_decode_tokens} rows of {seq_lens_device.shape[0]} sequences"
             raise invalid("query_start_loc", got, "equally many rows of each")
         return Decode(block_table_tensor, seq_lens_device, dcp_tot_seq_lens_device, rows)
+
+
+def _merge_all_contexts(context: Any) -> None:
+    """Has vLLM merge contexts into all rows, unless prompts with a context are the first ones. It
+    merges them into as many rows as if they were, but its model runner V2 orders by rows."""
+    has_context = context.seq_lens.sum(0) > 0
+    if not has_context[: int(has_context.sum())].all():
+        context.prefill_tokens_with_context = None
 
 
 class LatentImpl(MLACommonImpl):
