@@ -192,10 +192,11 @@ impl LoadedPlan {
     }
 
     /// Puts the kernel of [`Plan::schedule`] into `stream`: it writes the tensor
-    /// [`Schedule`](TensorId::Schedule) that the plan's calls read, and those of other layers. A
-    /// plan without one leaves that tensor as it is, which is right for its calls. `tensors` has
-    /// the schedule and what it is made of, `SeqlensK` and `CumulativeSequenceLength`; others are
-    /// not looked at. Allocates no memory and does not wait. The stream may be captured.
+    /// [`Schedule`](gqa_plan::plan::TensorId::Schedule) that the plan's calls read, and those of
+    /// other layers. A plan without one leaves that tensor as it is, which is right for its calls.
+    /// `tensors` has the schedule and what it is made of, `SeqlensK` and
+    /// `CumulativeSequenceLength`; others are not looked at. Allocates no memory and does not wait.
+    /// The stream may be captured.
     ///
     /// Calls must begin after the kernel has ended, as they do in the same stream.
     ///

@@ -112,7 +112,7 @@ mod tests {
             (
                 "h200",
                 "Decode DecodePaged DecodePagedQuantized DecodeQuantized Hopper HopperFloat8 \
-                 HopperPaged HopperPagedQuantized HopperQuantized Prologue TiledF32 TiledWide",
+                 HopperPaged HopperPagedQuantized HopperQuantized HopperWide Prologue TiledF32",
             ),
             (
                 "a100",
