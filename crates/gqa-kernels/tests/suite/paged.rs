@@ -172,7 +172,8 @@ proptest! {
             if has_starts { Arg::read(&starts) } else { Arg::null() }, Arg::read(past), Arg::read(table), Arg::null(),
             // Those that there are, and no more.
             if has_tree { Arg::read(&words[..p.tokens as usize]) } else { Arg::null() },
-            Arg::write(&mut k), Arg::write(&mut v), Arg::write(&mut out), Arg::write(&mut lse), Arg::null(), Arg::null(), Arg::null(), Arg::null(), Arg::params(&p),
+            Arg::write(&mut k), Arg::write(&mut v), Arg::write(&mut out), Arg::write(&mut lse),
+            Arg::null(), Arg::null(), Arg::null(), Arg::null(), Arg::params(&p),
         ];
         let started = launch(&shape, &entry.simulate, &arguments);
         prop_assert!(started.is_ok(), "{}", started.unwrap_err());

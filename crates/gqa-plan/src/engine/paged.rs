@@ -154,9 +154,9 @@ impl Paged {
     /// for these lengths, once for all layers of a step. Without it every CTA divides the keys
     /// itself, which takes longer the more sequences there are.
     ///
-    /// A schedule that was made for other lengths, another layer or another GPU, or memory that
-    /// holds something else, changes the time and not the results. A call whose plan divides no
-    /// keys does not read it.
+    /// A schedule that was made for other lengths, another layer or another GPU changes the time
+    /// and not the results. Kernels trust the parts of one whose shapes and lengths are theirs, so
+    /// nothing else may write into it. A call whose plan divides no keys does not read it.
     pub const fn scheduled(self) -> Self {
         Self { scheduled: true, ..self }
     }

@@ -195,7 +195,7 @@ def _asked_of_latent(
 def _tensors_of_latent(
     q: Tensor, cache: Tensor, table: Tensor, lengths: Tensor, rows: int, made: tuple[Tensor, Tensor]
 ) -> Tensors:
-    """Its tensors, of which the output and log-sum-exps are made."""
+    """The tensors of such a call; ``made`` are its output and log-sum-exps."""
     return {
         "query": q,
         "present_key": cache,
