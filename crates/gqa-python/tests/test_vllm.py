@@ -374,6 +374,7 @@ class OnEmulatedGpu(unittest.TestCase):
             {"size": 128},
             {"size": 96},
             {"size": 256, "heads": 4, "kv_heads": 1},
+            {"size": 512, "heads": 4, "kv_heads": 1},
             {"layout": "HND"},
             {"layout": "HND", "kv_heads": 1},
         ):
@@ -693,7 +694,8 @@ class WhatItSays(unittest.TestCase):
             says, ability = module.Backend, vllm.Capability
             self.assertEqual(says.get_name(), "CUSTOM")
             self.assertTrue(says.supports_head_size(80) and says.supports_head_size(256))
-            self.assertFalse(says.supports_head_size(512) or says.supports_head_size(36))
+            self.assertTrue(says.supports_head_size(512))
+            self.assertFalse(says.supports_head_size(264) or says.supports_head_size(36))
             self.assertFalse(says.supports_compute_capability(ability(7, 5)))
             self.assertTrue(says.supports_compute_capability(ability(8, 0)))
             self.assertTrue(all(says.supports_attn_type(x) for x in vllm.AttentionType))
@@ -703,6 +705,15 @@ class WhatItSays(unittest.TestCase):
             self.assertIsNone(of(72, bfloat16, "auto", 16, False, False, False, False, None))
             self.assertIn("not 72", of(72, bfloat16, "fp8", 16, False, False, False, False, None))
             self.assertIn("not of bfloat16", of(64, bfloat16, "float16", 16, *[False] * 4, None))
+            hopper = ability(9, 0)
+            self.assertIsNone(of(512, bfloat16, "auto", 16, *[False] * 4, hopper))
+            for cache, sink, gpu in (
+                ("fp8", False, hopper),
+                ("auto", True, hopper),
+                ("auto", False, ability(8, 0)),
+            ):
+                says_why = of(512, bfloat16, cache, 16, False, sink, False, False, gpu)
+                self.assertIn("heads of 512 have", says_why)
 
     def test_blocks_of_all_sizes_are_read_in_place(self):
         with backend() as module:
@@ -729,8 +740,11 @@ class WhatItSays(unittest.TestCase):
                 ([{}, {"kv_cache_dtype": "fp8"}], kinds.UNIFORM_BATCH),
                 ([{}, {"alibi_slopes": [0.5] * 8}], kinds.NEVER),
                 ([{"attn_type": "encoder_decoder"}], kinds.NEVER),
+                ([{"head_size": 512}], kinds.ALWAYS),
+                ([{"head_size": 512, "sliding_window": 8}], kinds.NEVER),
             ):
-                impls = [module.Impl(8, 64, 0.1, 2, **named) for named in options]
+                sizes = {"num_heads": 8, "head_size": 64, "scale": 0.1, "num_kv_heads": 2}
+                impls = [module.Impl(**sizes | named) for named in options]
                 layers = {i: types.SimpleNamespace(impl=impl) for i, impl in enumerate(impls)}
                 layers["other"] = types.SimpleNamespace(impl=None)
                 compilation = types.SimpleNamespace(static_forward_context=layers)

@@ -60,7 +60,9 @@ class AttentionBackend(abc.ABC):
             "sparse not supported": asked["use_sparse"],
             "compute capability": not cls.supports_compute_capability(device_capability),
         }
-        of_all = cls.supports_combination(head_size, dtype, kv_cache_dtype, **asked)
+        names = "block_size", "use_mla", "has_sink", "use_sparse", "use_mm_prefix"
+        others = *(asked.get(name, False) for name in names), device_capability
+        of_all = cls.supports_combination(head_size, dtype, kv_cache_dtype, *others)
         return [reason for reason, holds in reasons.items() if holds] + [of_all] * bool(of_all)
 
     @classmethod

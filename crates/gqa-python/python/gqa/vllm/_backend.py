@@ -40,6 +40,8 @@ from gqa.vllm import _context
 from gqa.vllm._step import Step
 
 _FLOAT8 = ("fp8", "fp8_e4m3")
+# Of Gemma 4's layers without windows.
+_WIDE = 512
 _ENCODERS = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
 # Permutations from a logical (blocks, KV heads, rows, 2 sizes) to what is in memory, without layers
 # in front and with them.
@@ -88,7 +90,7 @@ class Backend(AttentionBackend):
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
-        return head_size % 8 == 0 and 0 < head_size <= 256
+        return head_size % 8 == 0 and 0 < head_size <= 256 or head_size == _WIDE
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
@@ -116,9 +118,19 @@ class Backend(AttentionBackend):
         head_size: int,
         dtype: torch.dtype,
         kv_cache_dtype: Optional[str],
-        *others: Any,
-        **named: Any,
+        block_size: Optional[int],
+        use_mla: bool,
+        has_sink: bool,
+        use_sparse: bool,
+        use_mm_prefix: bool,
+        device_capability: Any,
     ) -> Optional[str]:
+        is_plain = kv_cache_dtype not in _FLOAT8 and not has_sink
+        if head_size == _WIDE and not (is_plain and device_capability == (9, 0)):
+            return (
+                f"heads of {_WIDE} have KV caches of 16 bits, no sinks, and a GPU of compute"
+                " capability 9.0"
+            )
         if kv_cache_dtype in _FLOAT8 and head_size % 16 != 0:
             return f"a float8 KV cache has head sizes that are multiples of 16, not {head_size}"
         elements = str(dtype).rpartition(".")[2]
@@ -218,7 +230,9 @@ class Impl(AttentionImpl):
         self.is_float8 = kv_cache_dtype in _FLOAT8
         self.encodes = attn_type in _ENCODERS
         # Keys into one tensor, as gqa's functions do where kernels do not read blocks.
-        self.gathers = self.slopes is not None or attn_type == AttentionType.ENCODER_DECODER
+        is_wide_window = head_size == _WIDE and sliding_window is not None
+        reads_encoder = attn_type == AttentionType.ENCODER_DECODER
+        self.gathers = self.slopes is not None or reads_encoder or is_wide_window
         self.window = -1, -1
         if sliding_window is not None:
             self.window = sliding_window - 1, sliding_window - 1 if self.encodes else 0
