@@ -22,13 +22,17 @@ fn main() -> Result<()> {
 }
 
 fn row(folder: &Path, module: &Module) -> Result<String> {
-    let mut files: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
+    let mut files: BTreeMap<&str, Vec<(&str, Option<&str>)>> = BTreeMap::new();
     for kernel in &module.kernels {
         kernel.read(folder)?;
-        files.entry(&kernel.file).or_default().push(&kernel.name);
+        let row = (kernel.name.as_str(), kernel.twin.as_deref());
+        files.entry(&kernel.file).or_default().push(row);
     }
     let files = files.iter().map(|(file, kernels)| {
-        format!("        (&{kernels:?}, include_bytes!({:?})),\n", folder.join(file))
+        format!(
+            "        File {{ kernels: &{kernels:?}, packed: include_bytes!({:?}) }},\n",
+            folder.join(file)
+        )
     });
     let files = files.collect::<String>();
     let Module { family, arch, ptx, .. } = module;

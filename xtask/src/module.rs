@@ -48,7 +48,9 @@ impl Module {
             ptx: self.target.ptx,
         })?;
         let ptx = post::keep(&post::strip(&built.ptx), |name| self.runs(name));
-        built.ptx = self.bounded(&post::number_labels_alone(&ptx))?;
+        let (sm, _) = registry::number(self.target.arch);
+        let ptx = post::lower_elements(&post::number_labels_alone(&ptx), sm);
+        built.ptx = self.bounded(&ptx)?;
         ensure!(
             quick || self.missing(&built.ptx).is_empty(),
             "{}: the PTX lacks {:?}",

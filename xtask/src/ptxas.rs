@@ -349,7 +349,7 @@ mod tests {
         assert_eq!(targets(&module("sm_90")), [&["sm_90"][..], &newer[2..]].concat());
         assert_eq!(targets(&module("sm_90a")), ["sm_90a"]);
         let of = |name: &str, arch| {
-            let kernel = Kernel { name: name.into(), file: String::new(), sha256: String::new() };
+            let kernel = Kernel { name: name.into(), ..Kernel::default() };
             targets(&Module { kernels: vec![kernel], ..module(arch) })
         };
         // GPUs covered by a newer target are left to it.

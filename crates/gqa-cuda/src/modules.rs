@@ -22,8 +22,23 @@ pub struct Shipped {
     pub arch: &'static str,
     /// PTX version, such as `8.0`.
     pub ptx_version: &'static str,
-    /// Names of kernels, and their PTX as `gqa_ptx::pack` makes it.
-    files: &'static [(&'static [&'static str], &'static [u8])],
+    files: &'static [File],
+}
+
+/// Kernels whose PTX is packed together.
+#[derive(Debug)]
+struct File {
+    /// Their names; behind that of a kernel for float16 without PTX of its own, the name of its
+    /// twin for bfloat16, from whose PTX [`gqa_ptx::as_f16`] makes it.
+    kernels: &'static [(&'static str, Option<&'static str>)],
+    /// As `gqa_ptx::pack` makes it.
+    packed: &'static [u8],
+}
+
+impl File {
+    fn names(&self) -> impl Iterator<Item = &'static str> {
+        self.kernels.iter().map(|&(name, _)| name)
+    }
 }
 
 include!(concat!(env!("OUT_DIR"), "/ptx.rs"));
@@ -46,7 +61,7 @@ impl Shipped {
 
     /// Names of its kernels.
     pub fn kernels(&self) -> impl Iterator<Item = &'static str> {
-        self.files.iter().flat_map(|(names, _)| *names).copied()
+        self.files.iter().flat_map(File::names)
     }
 
     /// The PTX of one kernel; `None` where another module has it. The driver compiles all of a
@@ -56,10 +71,15 @@ impl Shipped {
     ///
     /// None, unless this program was damaged after it was built.
     pub fn ptx(&self, kernel: &str) -> std::io::Result<Option<String>> {
-        let Some((_, packed)) = self.files.iter().find(|(names, _)| names.contains(&kernel)) else {
+        let of_file = |file: &'static File| {
+            let (_, twin) = file.kernels.iter().find(|(name, _)| *name == kernel)?;
+            Some((file, *twin))
+        };
+        let Some((file, twin)) = self.files.iter().find_map(of_file) else {
             return Ok(None);
         };
-        Ok(gqa_ptx::alone(&gqa_ptx::unpack(packed)?, kernel))
+        let text = gqa_ptx::alone(&gqa_ptx::unpack(file.packed)?, twin.unwrap_or(kernel));
+        Ok(if twin.is_some() { text.map(|text| gqa_ptx::as_f16(&text)) } else { text })
     }
 
     /// First CUDA version whose driver compiles it.
@@ -313,11 +333,13 @@ mod tests {
     fn shipped_modules_hold_the_kernels_they_name() {
         for module in shipped() {
             assert!(module.kernels().next().is_some(), "{}", module.name());
-            for (kernels, packed) in module.files {
+            for File { kernels, packed } in module.files {
                 let file = gqa_ptx::unpack(packed).unwrap();
-                assert_eq!(file.matches(".entry ").count(), kernels.len(), "{kernels:?}");
-                for kernel in *kernels {
-                    let text = gqa_ptx::alone(&file, kernel).unwrap();
+                let own = kernels.iter().filter(|(_, twin)| twin.is_none()).count();
+                assert_eq!(file.matches(".entry ").count(), own, "{kernels:?}");
+                for (kernel, twin) in *kernels {
+                    let text = module.ptx(kernel).unwrap().unwrap();
+                    assert!(twin.is_none() || !text.contains("bf16"), "{kernel}");
                     assert!(text.contains(&format!(".visible .entry {kernel}(")), "{kernel}");
                     assert_eq!(text.matches(".entry ").count(), 1, "{kernel}");
                     assert!(text.starts_with(".version ") && text.ends_with("}\n"), "{kernel}");

@@ -34,10 +34,12 @@
 mod fold;
 mod packed;
 mod text;
+mod twin;
 pub use {
     fold::{Constants, fold},
     packed::unpack,
     text::alone,
+    twin::as_f16,
 };
 
 #[cfg(feature = "build")]

@@ -3,6 +3,7 @@
 use crate::error::{Error, Result};
 use crate::packed::{pack, unpack};
 use crate::text::apart;
+use crate::twin::as_f16;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 use std::collections::{BTreeMap, HashMap};
@@ -39,7 +40,7 @@ pub struct Module {
 }
 
 /// A kernel, and the file that holds it.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Kernel {
     /// Entry name.
     pub name: String,
@@ -47,6 +48,10 @@ pub struct Kernel {
     pub file: String,
     /// [`sha256`] of the file.
     pub sha256: String,
+    /// The kernel for bfloat16 whose text the file holds in place of this one's: [`as_f16`] of it is
+    /// this one's.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub twin: Option<String>,
 }
 
 impl Manifest {
@@ -100,7 +105,8 @@ impl Module {
 
     /// Writes all kernels of a text to files in the list's folder, each kernel a whole PTX text,
     /// [packed](pack). Kernels that differ only in the 16-bit type, the output type, padding or the
-    /// tile share a file.
+    /// tile share a file. A kernel for float16 is left out where [`as_f16`] makes exactly its text
+    /// of that of its twin for bfloat16.
     ///
     /// # Errors
     ///
@@ -110,8 +116,9 @@ impl Module {
         fs::create_dir_all(&folder_of_files).map_err(Error::io("make", &folder_of_files))?;
         let (header, kernels) = apart(ptx);
         let file = |kernel: &str| format!("{}/{}.{EXTENSION}", self.arch, common_name(kernel));
+        let twins = twins(&kernels);
         let mut texts: BTreeMap<String, String> = BTreeMap::new();
-        for (name, text) in &kernels {
+        for (name, text) in kernels.iter().filter(|(name, _)| !twins.contains_key(*name)) {
             texts.entry(file(name)).or_insert_with(|| header.into()).push_str(text);
         }
         let mut hashes = BTreeMap::new();
@@ -123,7 +130,8 @@ impl Module {
         }
         let kernel = |(name, _): (&str, &str)| {
             let file = file(name);
-            Kernel { name: name.into(), sha256: hashes[&file].clone(), file }
+            let twin = twins.get(name).map(|&twin| twin.to_owned());
+            Kernel { name: name.into(), sha256: hashes[&file].clone(), file, twin }
         };
         self.kernels = kernels.into_iter().map(kernel).collect();
         Ok(())
@@ -146,9 +154,13 @@ impl Module {
             texts
                 .extend(kernels.into_iter().map(|(name, text)| (name.to_owned(), text.to_owned())));
         }
-        for Kernel { name, file, .. } in &self.kernels {
+        for Kernel { name, file, twin, .. } in &self.kernels {
             let missing = || Error::Damaged { path: folder.join(file) };
-            ptx.push_str(texts.get(name).ok_or_else(missing)?);
+            let text = texts.get(twin.as_ref().unwrap_or(name)).ok_or_else(missing)?;
+            match twin {
+                Some(_) => ptx.push_str(&as_f16(text)),
+                None => ptx.push_str(text),
+            }
         }
         Ok(ptx)
     }
@@ -168,6 +180,16 @@ impl Kernel {
         }
         Ok(bytes)
     }
+}
+
+/// The kernels for float16 whose texts are made of those for bfloat16, with the names of these.
+fn twins<'a>(kernels: &[(&'a str, &'a str)]) -> HashMap<&'a str, &'a str> {
+    let texts: HashMap<&'a str, &'a str> = kernels.iter().copied().collect();
+    let twin = |&(name, text): &(&'a str, &'a str)| {
+        let (f16, own) = texts.get_key_value(as_f16(name).as_str())?;
+        (*f16 != name && *own == as_f16(text)).then_some((*f16, name))
+    };
+    kernels.iter().filter_map(twin).collect()
 }
 
 /// Of files of kernels.
@@ -251,7 +273,12 @@ mod tests {
             source: text("s"),
             sha256: text("h"),
             assembled: text(""),
-            kernels: vec![Kernel { name: text("e"), file: text("sm/e"), sha256: text("h") }],
+            kernels: vec![Kernel {
+                name: text("e"),
+                file: text("sm/e"),
+                sha256: text("h"),
+                twin: None,
+            }],
         }
     }
 
@@ -302,6 +329,31 @@ mod tests {
         assert!(error.contains("add_d64.ptx.packed is damaged"), "{error}");
         fs::remove_file(&path).unwrap();
         assert!(module.read(folder).unwrap_err().to_string().contains("cannot read"));
+    }
+
+    #[test]
+    fn a_twin_is_left_out_where_its_text_follows() {
+        let Folder(folder) = &Folder::new("twins");
+        let start = SAMPLE.find(".visible").unwrap();
+        let one = &SAMPLE[start..SAMPLE.find(".visible .entry scale_more").unwrap()];
+        let kernel = |name: &str, text: &str| text.replace("scale", name);
+        let ptx = [
+            SAMPLE[..start].to_owned(),
+            kernel("same_bf16", &one.replace("f16.f16", "bf16.bf16")),
+            kernel("same_f16", one),
+            // Multiplies in float16, whatever its elements are.
+            kernel("less_bf16", one),
+            kernel("less_f16", &one.replace("%r19", "%r20")),
+            kernel("lone_f16", one),
+        ]
+        .concat();
+        let mut module = module("f", "sm_80");
+        module.write(folder, &ptx).unwrap();
+        let twins: Vec<_> = module.kernels.iter().map(|kernel| kernel.twin.as_deref()).collect();
+        assert_eq!(twins, [None, Some("same_bf16"), None, None, None]);
+        let file = fs::read(folder.join("sm_80/same.ptx.packed")).unwrap();
+        assert!(!unpack(&file).unwrap().contains("same_f16"));
+        assert_eq!(module.read(folder).unwrap(), ptx);
     }
 
     #[test]

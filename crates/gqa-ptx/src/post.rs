@@ -2,6 +2,7 @@
 
 use crate::error::{Error, Result};
 use crate::text::{apart, entries, entry_named};
+use crate::twin;
 use std::fmt::Write;
 
 /// Performance directives of an entry; `None` leaves one out.
@@ -53,6 +54,12 @@ pub fn number_labels_alone(ptx: &str) -> String {
         text.push_str(rest);
     }
     text
+}
+
+/// The PTX with instructions of a GPU (compute capability, times ten) in place of the operations on
+/// 16-bit elements that the kernels write as one statement.
+pub fn lower_elements(ptx: &str, sm: u32) -> String {
+    twin::lower(ptx, sm)
 }
 
 /// The PTX with those directives on an entry.

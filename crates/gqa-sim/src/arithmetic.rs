@@ -101,7 +101,51 @@ pub fn f32_to_f16(value: f32) -> u16 {
     if value.is_nan() { CANONICAL_NAN_16 } else { half::f16::from_f32(value).to_bits() }
 }
 
-fn f32_to_bf16(value: f32) -> u16 {
+/// The lower f16 of a pair. Exact.
+#[inline(always)]
+pub fn f16_low_to_f32(pair: u32) -> f32 {
+    f16_to_f32(pair as u16)
+}
+
+/// The upper f16 of a pair. Exact.
+#[inline(always)]
+pub fn f16_high_to_f32(pair: u32) -> f32 {
+    f16_to_f32((pair >> 16) as u16)
+}
+
+/// Exact.
+#[inline(always)]
+pub fn bf16_to_f32(bits: u16) -> f32 {
+    f32::from_bits((bits as u32) << 16)
+}
+
+/// The lower bf16 of a pair. Exact.
+#[inline(always)]
+pub fn bf16_low_to_f32(pair: u32) -> f32 {
+    bf16_to_f32(pair as u16)
+}
+
+/// The upper bf16 of a pair. Exact.
+#[inline(always)]
+pub fn bf16_high_to_f32(pair: u32) -> f32 {
+    bf16_to_f32((pair >> 16) as u16)
+}
+
+/// The first constant: kernels for both types have one text on the device.
+#[inline(always)]
+pub fn constant_of_bf16<const BF16: u32, const F16: u32>() -> u32 {
+    BF16
+}
+
+/// The second constant.
+#[inline(always)]
+pub fn constant_of_f16<const BF16: u32, const F16: u32>() -> u32 {
+    F16
+}
+
+/// To nearest, ties to even.
+#[inline]
+pub fn f32_to_bf16(value: f32) -> u16 {
     if value.is_nan() { CANONICAL_NAN_16 } else { half::bf16::from_f32(value).to_bits() }
 }
 

@@ -75,13 +75,28 @@ pub trait Element: Pod {
         let bits = |value| cast::<Self, u16>(Self::from_f32(value)) as u32;
         bits(lo) | bits(hi) << 16
     }
+    /// The two values of a word of a 16-bit type, the first in the low half.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn halves(word: u32) -> [f32; 2] {
+        [word, word >> 16].map(|word| cast::<u16, Self>(word as u16).to_f32())
+    }
 }
 
 /// A type the tensor cores multiply, two elements to a 32-bit word, the first in the low half.
 pub trait MmaElement: Element {
     /// How many powers of two below 1 a softmax may keep a row's greatest weights, so that they
     /// have room to grow, before those that are far below them lose precision.
-    const HEADROOM: u32;
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn headroom() -> u32 {
+        Self::constant::<7, 5>()
+    }
+    /// [`headroom`](Self::headroom) as a float.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn headroom_f32() -> f32 {
+        f32::from_bits(Self::constant::<{ 7f32.to_bits() }, { 5f32.to_bits() }>())
+    }
+    /// A constant of the type. A constant of the trait would give each type a PTX text of its own.
+    fn constant<const BF16: u32, const F16: u32>() -> u32;
     /// Oldest compute capability, times ten, whose tensor cores multiply it.
     const MIN_SM: u32;
     /// Rounds and packs two values.
@@ -122,30 +137,35 @@ impl Element for f16 {
     fn from_f32(value: f32) -> Self {
         Self::from_bits(simt::f32_to_f16(value))
     }
+    #[cfg(all(target_arch = "nvptx64", target_feature = "sm_80"))]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn pair(lo: f32, hi: f32) -> u32 {
+        simt::f32x2_to_f16x2(lo, hi)
+    }
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn halves(word: u32) -> [f32; 2] {
+        [simt::f16_low_to_f32(word), simt::f16_high_to_f32(word)]
+    }
 }
 
 impl Element for bf16 {
     const DTYPE: DType = DType::BF16;
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn to_f32(self) -> f32 {
-        f32::from_bits((self.to_bits() as u32) << 16)
+        simt::bf16_to_f32(self.to_bits())
     }
-    /// In integers, because the conversion instruction starts with SM 80 and this must run on
-    /// SM 70.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn from_f32(value: f32) -> Self {
-        let bits = value.to_bits();
-        let rounded = if value.is_nan() {
-            bits | 0x0040_0000
-        } else {
-            bits.wrapping_add(0x7fff + ((bits >> 16) & 1))
-        };
-        Self::from_bits((rounded >> 16) as u16)
+        Self::from_bits(simt::f32_to_bf16(value))
     }
     #[cfg(all(target_arch = "nvptx64", target_feature = "sm_80"))]
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn pair(lo: f32, hi: f32) -> u32 {
         simt::f32x2_to_bf16x2(lo, hi)
+    }
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn halves(word: u32) -> [f32; 2] {
+        [simt::bf16_low_to_f32(word), simt::bf16_high_to_f32(word)]
     }
 }
 
@@ -158,8 +178,11 @@ impl e4m3 {
 }
 
 impl MmaElement for f16 {
-    const HEADROOM: u32 = 5;
     const MIN_SM: u32 = 75;
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn constant<const BF16: u32, const F16: u32>() -> u32 {
+        simt::constant_of_f16::<BF16, F16>()
+    }
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn pack(lo: f32, hi: f32) -> u32 {
         simt::f32x2_to_f16x2(lo, hi)
@@ -187,8 +210,11 @@ impl MmaElement for f16 {
 }
 
 impl MmaElement for bf16 {
-    const HEADROOM: u32 = 7;
     const MIN_SM: u32 = 80;
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn constant<const BF16: u32, const F16: u32>() -> u32 {
+        simt::constant_of_bf16::<BF16, F16>()
+    }
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn pack(lo: f32, hi: f32) -> u32 {
         simt::f32x2_to_bf16x2(lo, hi)

@@ -8,11 +8,11 @@ use bytemuck::cast;
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn unpack<T: Element>(words: [u32; 4]) -> [f32; 8] {
     let mut values = [0.0; 8];
-    for i in 0..T::PER_VEC as usize {
-        values[i] = match const { size_of::<T>() } {
-            2 => cast::<u16, T>((words[i / 2] >> (i % 2 * 16)) as u16).to_f32(),
-            _ => cast::<u32, T>(words[i]).to_f32(),
-        };
+    for i in 0..words.len() {
+        match const { size_of::<T>() } {
+            2 => [values[2 * i], values[2 * i + 1]] = T::halves(words[i]),
+            _ => values[i] = cast::<u32, T>(words[i]).to_f32(),
+        }
     }
     values
 }

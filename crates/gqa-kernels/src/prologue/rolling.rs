@@ -198,7 +198,7 @@ pub fn rolling_bias<T: Element>(
         let value = if column < slide.total.min(p.columns) {
             bias.load(p.bias.at(b, head, s) + column as usize)
         } else {
-            T::from_f32(0.0)
+            T::zeroed()
         };
         let at = ((b * p.heads + head) * p.slide.q_len + s) as usize * p.columns_out as usize;
         bias_out.store(at + row as usize, value);

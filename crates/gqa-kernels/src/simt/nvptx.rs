@@ -3,6 +3,10 @@
 //! LLVM does not treat `asm!` as convergent: it may copy a barrier in `asm!` into both arms of a
 //! divergent branch. Barriers, shuffles and votes are therefore intrinsics. The matrix instructions
 //! have to be `asm!` and belong in uniform control flow.
+//!
+//! What depends on the 16-bit type is one statement of `asm!` that names it, the same for both but
+//! for that name. Statements that PTX lacks (`cvt.f32.bf16.low`) `gqa_ptx` replaces, which then
+//! makes the text for f16 of that for bf16.
 
 use bytemuck::Pod;
 use core::arch::{asm, global_asm, nvptx};
@@ -446,6 +450,27 @@ pub fn mma_m16n8k16_f16(d: &mut [f32; 4], a: [u32; 4], b: [u32; 2]) {
     }
 }
 
+macro_rules! of_type {
+    ($($(#[$doc:meta])* $name:ident = $ty:literal;)*) => {$(
+        $(#[$doc])*
+        #[inline(always)]
+        pub fn $name<const BF16: u32, const F16: u32>() -> u32 {
+            let constant: u32;
+            // SAFETY: registers only.
+            unsafe {
+                asm!(concat!("mov.b32.", $ty, " {}, {}, {};"), out(reg32) constant, const BF16, const F16, options(pure, nomem, nostack))
+            };
+            constant
+        }
+    )*};
+}
+of_type! {
+    /// `BF16`, hidden from the optimiser, so that kernels for both types have one text.
+    constant_of_bf16 = "bf16";
+    /// `F16`, hidden likewise.
+    constant_of_f16 = "f16";
+}
+
 macro_rules! arithmetic {
     ($($(#[$doc:meta])* $name:ident($($x:ident: $class:ident $ty:ty),*) -> $out_class:ident $out:ty = $template:literal;)*) => {$(
         $(#[$doc])*
@@ -473,8 +498,20 @@ arithmetic! {
     max(a: reg32 f32, b: reg32 f32) -> reg32 f32 = "max.f32 {}, {}, {};";
     /// Exact conversion.
     f16_to_f32(bits: reg16 u16) -> reg32 f32 = "cvt.f32.f16 {}, {};";
+    /// Exact conversion of the lower f16 of a pair.
+    f16_low_to_f32(pair: reg32 u32) -> reg32 f32 = "cvt.f32.f16.low {}, {};";
+    /// Exact conversion of the upper f16 of a pair.
+    f16_high_to_f32(pair: reg32 u32) -> reg32 f32 = "cvt.f32.f16.high {}, {};";
     /// Rounds to nearest, ties to even; overflow becomes infinite.
     f32_to_f16(value: reg32 f32) -> reg16 u16 = "cvt.rn.f16.f32 {}, {};";
+    /// Exact conversion.
+    bf16_to_f32(bits: reg16 u16) -> reg32 f32 = "cvt.f32.bf16 {}, {};";
+    /// Exact conversion of the lower bf16 of a pair.
+    bf16_low_to_f32(pair: reg32 u32) -> reg32 f32 = "cvt.f32.bf16.low {}, {};";
+    /// Exact conversion of the upper bf16 of a pair.
+    bf16_high_to_f32(pair: reg32 u32) -> reg32 f32 = "cvt.f32.bf16.high {}, {};";
+    /// Rounds to nearest, ties to even.
+    f32_to_bf16(value: reg32 f32) -> reg16 u16 = "cvt.rn.bf16.f32 {}, {};";
     /// Differences of packed f16 pairs. SM 80.
     sub_f16x2(a: reg32 u32, b: reg32 u32) -> reg32 u32 = "sub.rn.f16x2 {}, {}, {};";
     /// Products of packed f16 pairs. SM 80.

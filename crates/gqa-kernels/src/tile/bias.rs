@@ -5,7 +5,7 @@ use super::fragment::{Fragments, column_of, zeros};
 use crate::num::{Element, MmaElement};
 use crate::params::{MaskedParams, Strides, vectors};
 use crate::simt::Global;
-use bytemuck::{Pod, cast};
+use bytemuck::Pod;
 
 /// A lane's loaded words for `M` 16-row MMA tiles and `N8` 8-key MMA tiles, not unpacked yet.
 pub type Words<const M: usize, const N8: usize> = [[[u32; N8]; 2]; M];
@@ -145,8 +145,7 @@ impl<T: MmaElement> Bias<T> {
                 |word: u32| [number(word >> shift & 0xff), number(word >> (shift + 8) & 0xff)];
             add_pairs(scores, words, factor, pair);
         } else {
-            let number = |bits: u32| cast::<u16, T>(bits as u16).to_f32();
-            add_pairs(scores, words, factor, |word| [number(word), number(word >> 16)]);
+            add_pairs(scores, words, factor, T::halves);
         }
     }
 }

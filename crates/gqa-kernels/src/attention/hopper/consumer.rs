@@ -118,7 +118,7 @@ impl<
                 p,
                 factors: [factor; 2],
                 row,
-                headroom: P::HEADROOM,
+                headroom: P::headroom(),
                 limit: P::LIMIT,
                 limit_bits: exp2_bits(P::LIMIT as u32) as i32,
                 adds: !S::SUM_COLUMNS,

@@ -17,8 +17,8 @@ pub(super) trait Operand {
     /// Type of the packed P that `lower` and `weigh_again` unpack; unused for e4m3.
     type Element: MmaElement;
     /// How many powers of two a row maximum lies above the row's greatest score when it is set:
-    /// that score's P is 2^-`HEADROOM`.
-    const HEADROOM: f32;
+    /// that score's P is 2^-`headroom`.
+    fn headroom() -> f32;
     /// The lazy-rescale threshold: greatest exponent of P that causes no rescale.
     const LIMIT: f32;
     /// Number of values that a query element is a sum of. A row of a Q tile holds the first
@@ -41,7 +41,10 @@ pub(super) trait Operand {
 /// 16-bit operands: the accumulator and A operand layouts agree.
 impl<T: MmaElement> Operand for T {
     type Element = T;
-    const HEADROOM: f32 = T::HEADROOM as f32;
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn headroom() -> f32 {
+        T::headroom_f32()
+    }
     /// P of 2 and more has the top exponent bit set in both types.
     const LIMIT: f32 = 1.0;
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
@@ -74,10 +77,13 @@ impl<T: MmaElement> Operand for T {
 
 impl Operand for Float8 {
     type Element = f16;
-    /// The greatest P is 2^6: e4m3 becomes subnormal, and so coarse, below 1/64.
-    const HEADROOM: f32 = -6.0;
     /// P up to 256; the greatest e4m3 is 448.
     const LIMIT: f32 = 8.0;
+    /// The greatest P is 2^6: e4m3 becomes subnormal, and so coarse, below 1/64.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn headroom() -> f32 {
+        -6.0
+    }
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn multiply<const C: usize>(a: u64, b: u64) -> [f32; C] {
         wgmma_e4m3(a, b)
@@ -119,9 +125,12 @@ pub(super) struct Float8Keys;
 
 impl Operand for Float8Keys {
     type Element = f16;
-    const HEADROOM: f32 = <f16 as Operand>::HEADROOM;
     const LIMIT: f32 = <f16 as Operand>::LIMIT;
     const QUERY_PARTS: u32 = 2;
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn headroom() -> f32 {
+        <f16 as Operand>::headroom()
+    }
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn multiply<const C: usize>(a: u64, b: u64) -> [f32; C] {
         Float8::multiply(a, b)
