@@ -21,7 +21,39 @@ def ptx(folder, module, kernel):
     packed = (folder / row.get("file", f"{module['arch']}/{kernel}.ptx.packed")).read_bytes()
     text = absolute(lzma.decompress(packed, lzma.FORMAT_ALONE).decode())
     header, *entries = re.split(r"(?m)^(?=\.visible \.entry )", text)
-    return header + next(text for text in entries if text.startswith(f".visible .entry {kernel}("))
+    twin = row.get("twin", kernel)
+    text = header + next(text for text in entries if text.startswith(f".visible .entry {twin}("))
+    return text if twin == kernel else as_f16(text)
+
+
+# What kernels for bfloat16 and for float16 have for an operation, as crates/gqa-ptx/src/twin.rs says.
+TWINS = [
+    ("{ .reg .b32 bf16; cvt.u32.u16 bf16, #1; shl.b32 #0, bf16, 16; }", "cvt.f32.f16 #0, #1;"),
+    ("{ .reg .b32 bf16; mov.b32 bf16, #1; shl.b32 #0, bf16, 16; }",
+     "{ .reg .b16 low, high; mov.b32 {low, high}, #1; cvt.f32.f16 #0, low; }"),
+    ("{ .reg .b32 bf16; mov.b32 bf16, #1; and.b32 #0, bf16, 0xffff0000; }",
+     "{ .reg .b16 low, high; mov.b32 {low, high}, #1; cvt.f32.f16 #0, high; }"),
+    ("{ .reg .b32 bf16; .reg .b16 low; .reg .pred nan; setp.nan.f32 nan, #1, #1; bfe.u32 bf16, #1, 16, 1; "
+     "add.u32 bf16, bf16, 0x7fff; add.u32 bf16, bf16, #1; selp.b32 bf16, 0x7fffffff, bf16, nan; "
+     "mov.b32 {low, #0}, bf16; }", "cvt.rn.f16.f32 #0, #1;"),
+    ("{ .reg .b32 bf16, f16; mov.b32 f16, #2; mov.b32 bf16, #1; mov.b32 #0, bf16; }", "mov.b32 #0, #2;"),
+]
+
+
+def as_f16(text):
+    """The text of a kernel for float16, from that of its twin for bfloat16."""
+    for bf16, f16 in TWINS:
+        operands = set()
+
+        def operand(match):
+            number = match[1]
+            first = number not in operands
+            operands.add(number)
+            return f"(?P<o{number}>[%\\w]+)" if first else f"(?P=o{number})"
+
+        pattern = re.sub("#(.)", operand, re.escape(bf16).replace("\\#", "#"))
+        text = re.sub(pattern, re.sub("#(.)", r"\\g<o\1>", f16), text)
+    return text.replace("bf16", "f16")
 
 
 def absolute(text):

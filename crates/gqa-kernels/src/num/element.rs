@@ -82,20 +82,25 @@ pub trait Element: Pod {
     }
 }
 
+/// [`MmaElement::headroom`] of bfloat16 and of float16.
+const HEADROOM: [u32; 2] = [7, 5];
+
 /// A type the tensor cores multiply, two elements to a 32-bit word, the first in the low half.
 pub trait MmaElement: Element {
     /// How many powers of two below 1 a softmax may keep a row's greatest weights, so that they
     /// have room to grow, before those that are far below them lose precision.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn headroom() -> u32 {
-        Self::constant::<7, 5>()
+    fn headroom() -> f32 {
+        const BITS: [u32; 2] = [(HEADROOM[0] as f32).to_bits(), (HEADROOM[1] as f32).to_bits()];
+        f32::from_bits(Self::constant::<{ BITS[0] }, { BITS[1] }>())
     }
-    /// [`headroom`](Self::headroom) as a float.
+    /// The biased exponent of [`headroom`](Self::headroom) powers of two below 1.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn headroom_f32() -> f32 {
-        f32::from_bits(Self::constant::<{ 7f32.to_bits() }, { 5f32.to_bits() }>())
+    fn headroom_exponent() -> u32 {
+        Self::constant::<{ 127 - HEADROOM[0] }, { 127 - HEADROOM[1] }>()
     }
-    /// A constant of the type. A constant of the trait would give each type a PTX text of its own.
+    /// A constant of the type: the first for bfloat16, the second for float16. A constant of the
+    /// trait would give each type a PTX text of its own.
     fn constant<const BF16: u32, const F16: u32>() -> u32;
     /// Oldest compute capability, times ten, whose tensor cores multiply it.
     const MIN_SM: u32;

@@ -43,7 +43,7 @@ impl<T: MmaElement> Operand for T {
     type Element = T;
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn headroom() -> f32 {
-        T::headroom_f32()
+        <T as MmaElement>::headroom()
     }
     /// P of 2 and more has the top exponent bit set in both types.
     const LIMIT: f32 = 1.0;

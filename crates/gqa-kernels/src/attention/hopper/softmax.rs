@@ -332,7 +332,7 @@ impl Softmax<'_> {
         half = 0;
         while half < 2 {
             if tops[half] >= exp2_bits(<T as Operand>::LIMIT as u32) {
-                let fall = (tops[half] >> 23) - 127 + <T as MmaElement>::headroom();
+                let fall = (tops[half] >> 23) - T::headroom_exponent();
                 let old = rows.reference[half];
                 rows.reference[half] += fall as f32;
                 // The sum above is rounded if the maximum is large.
