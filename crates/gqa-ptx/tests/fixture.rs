@@ -1,7 +1,7 @@
 //! Builds `tests/fixture` to PTX with the compiler found here; without one, prints a message and
 //! passes.
 
-use gqa_ptx::{Builder, Built, Error, Ptxas, Target, Toolchain, inspect, post};
+use gqa_ptx::{Builder, Built, Error, Ptxas, Target, Toolchain, alone, as_f16, inspect, post};
 use std::path::Path;
 use std::sync::LazyLock;
 use std::{env, fs};
@@ -124,4 +124,29 @@ fn the_assembler_accepts_what_was_written_into_the_text() {
         "256 threads, 4 blocks: 64 registers at most, got {accumulate:?}"
     );
     assert_eq!(report.warnings, [""; 0]);
+}
+
+#[test]
+fn twins_have_one_text_that_the_assembler_takes_for_both_types() {
+    for (name, cpu, gpu, sm) in
+        [("twins.70", "sm_70", "sm_75", 70), ("twins.80", "sm_80", "sm_80", 80)]
+    {
+        let target = Target { name, features: &["twins"], cpu, ptx: None };
+        let Some(text) = ptx(&target) else { return };
+        let text = post::lower_elements(&post::number_labels_alone(&text), sm);
+        let [bf16, f16] = ["twin_bf16", "twin_f16"].map(|name| alone(&text, name).unwrap());
+        assert!(bf16.matches("{ .reg .b32 bf16").count() >= 4, "{bf16}");
+        assert_eq!(as_f16(&bf16), f16);
+        let ptxas = match Ptxas::find(Path::new(TARGET_DIR)) {
+            Ok(ptxas) => ptxas,
+            Err(error) => return eprintln!("SKIPPED, no ptxas: {error}"),
+        };
+        for (text, kernel) in [(bf16, "twin_bf16"), (f16, "twin_f16")] {
+            let path = Path::new(TARGET_DIR).join(format!("ptx/{name}.{kernel}.ptx"));
+            fs::write(&path, text).unwrap();
+            let report = ptxas.assemble(&path, gpu).unwrap();
+            assert_eq!(report.usage[0].entry, kernel);
+            assert_eq!(report.warnings, [""; 0]);
+        }
+    }
 }
