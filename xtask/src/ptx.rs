@@ -96,7 +96,36 @@ fn write(compiled: Vec<Compiled>, args: &Args) -> Result<()> {
         fs::remove_file(&file).with_context(|| format!("cannot remove {}", file.display()))?;
         println!("{} removed: no kernel of that name", file.display());
     }
+    twins(&manifest);
     Ok(manifest.write(&place::manifest())?)
+}
+
+/// Prints how many kernels are made of the text of their twins, and which might be, but are not.
+fn twins(manifest: &Manifest) {
+    let of = |module: &gqa_ptx::Module| {
+        let names: BTreeSet<_> = module.kernels.iter().map(|kernel| kernel.name.as_str()).collect();
+        let has_twin = |name: &&str| {
+            name.contains("_f16") && {
+                let twin = name.replace("_f16", "_bf16");
+                names.contains(twin.as_str())
+            }
+        };
+        let own = module.kernels.iter().filter(|kernel| kernel.twin.is_none());
+        own.map(|kernel| kernel.name.as_str())
+            .filter(has_twin)
+            .map(|name| format!("  {}: {name}", module.name()))
+            .collect::<Vec<_>>()
+    };
+    let kernels = || manifest.modules.iter().flat_map(|module| &module.kernels);
+    let twins = kernels().filter(|kernel| kernel.twin.is_some()).count();
+    println!("{} kernels, {twins} of them by the text of their twins", kernels().count());
+    let own: Vec<_> = manifest.modules.iter().flat_map(of).collect();
+    if !own.is_empty() {
+        println!(
+            "not by it, because their texts differ in more than the type:\n{}",
+            own.join("\n")
+        );
+    }
 }
 
 /// Compiles modules of one state of the source.

@@ -17,6 +17,7 @@
 //! | `mov.b32.bf16 %r1, 7, 5;` | `mov` of the first | `mov` of the second |
 
 /// What stands for one operation. `#0` to `#2` are its operands.
+#[cfg_attr(not(feature = "build"), expect(dead_code, reason = "who builds reads all of it"))]
 struct Operation {
     /// As the kernels write it for bfloat16; for float16 with that type's name.
     written: &'static str,
@@ -25,7 +26,6 @@ struct Operation {
     /// PTX for float16.
     f16: &'static str,
     /// First GPU (compute capability, times ten) whose assembler knows what the kernels write.
-    #[cfg_attr(not(feature = "build"), expect(dead_code, reason = "who builds reads it"))]
     since: u32,
 }
 
