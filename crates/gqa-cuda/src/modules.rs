@@ -338,7 +338,8 @@ mod tests {
                 let own = kernels.iter().filter(|(_, twin)| twin.is_none()).count();
                 assert_eq!(file.matches(".entry ").count(), own, "{kernels:?}");
                 for (kernel, twin) in *kernels {
-                    let text = module.ptx(kernel).unwrap().unwrap();
+                    let own = gqa_ptx::alone(&file, twin.unwrap_or(kernel)).unwrap();
+                    let text = if twin.is_some() { gqa_ptx::as_f16(&own) } else { own };
                     assert!(twin.is_none() || !text.contains("bf16"), "{kernel}");
                     assert!(text.contains(&format!(".visible .entry {kernel}(")), "{kernel}");
                     assert_eq!(text.matches(".entry ").count(), 1, "{kernel}");
@@ -346,8 +347,13 @@ mod tests {
                     assert!(text.contains(&format!("\n.target {}\n", module.arch)), "{kernel}");
                 }
             }
-            let first = module.kernels().next().unwrap();
-            assert!(module.ptx(first).unwrap().unwrap().contains(first));
+            let kernels = || module.files.iter().flat_map(|file| file.kernels);
+            let own = kernels().find(|(_, twin)| twin.is_none());
+            let made = kernels().find(|(_, twin)| twin.is_some());
+            for (kernel, _) in own.into_iter().chain(made) {
+                let text = module.ptx(kernel).unwrap().unwrap();
+                assert_eq!(text.matches(&format!(".entry {kernel}(")).count(), 1);
+            }
             assert_eq!(module.ptx("gqa").unwrap(), None);
         }
     }
