@@ -15,7 +15,8 @@
 //!    of its own, made small by [`pack`].
 //!
 //! A crate that only reads shipped PTX uses this one without the default feature `build`: for
-//! [`unpack`], and for [`fold`], which folds parameters into the text as constants.
+//! [`unpack`], for [`fold`], which folds parameters into the text as constants, and for [`as_f16`],
+//! which makes a kernel for float16 of one for bfloat16.
 //!
 //! ```no_run
 //! # fn main() -> Result<(), gqa_ptx::Error> {

@@ -87,8 +87,8 @@ pub(crate) fn lower(ptx: &str, sm: u32) -> String {
     })
 }
 
-/// The text of a kernel for float16, from that of its twin for bfloat16 as [`lower`] leaves it. The
-/// kernel's name gets the other type, too.
+/// The text of a kernel for float16, from that of its twin for bfloat16, whose operations
+/// `post::lower_elements` wrote. The kernel's name gets the other type, too.
 pub fn as_f16(ptx: &str) -> String {
     let lowered = rewritten(ptx, |statement| {
         let of = |operation: &Operation| {
