@@ -6,8 +6,11 @@ use gqa_host::backend::{Backend, Io, Machine};
 use gqa_host::plan::{DeviceInfo, PlanOptions, TensorId, Tensors, plan};
 use gqa_host::{Pages, Problem, ProblemFields, Result, Tensor};
 use ndarray::Array1;
+use rand::rngs::SmallRng;
+use rand::seq::IndexedRandom;
+use rand::{RngExt, SeedableRng};
 
-/// The schedule that a call gets. All but the right one assign no part to any CTA: a kernel that
+/// The schedule that a call gets. Those for something else assign no part to any CTA: a kernel that
 /// took one would leave its outputs as they are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Made {
@@ -23,6 +26,10 @@ pub enum Made {
     OtherKeys,
     /// Zeros.
     Nothing,
+    /// For the call, then up to eight bits changed anywhere, by this seed.
+    Damaged(u64),
+    /// For the call, but parts of some CTAs are made up, by this seed, with seals that fit.
+    Forged(u64),
 }
 
 /// A simulated GPU whose calls have such schedules.
@@ -32,9 +39,58 @@ pub struct Scheduled {
     made: Made,
 }
 
-/// Words ahead of the key tiles, and the one among them that counts the keys of a tile.
+/// Words ahead of the key tiles, and those among them that count CTA slots, the keys of a
+/// tile, and CTAs.
 const SHAPE_WORDS: usize = 8;
+const SLOTS_WORD: usize = 2;
 const KEYS_WORD: usize = 3;
+const CTAS_WORD: usize = 7;
+/// Words of a CTA's part.
+const PART_WORDS: usize = 4;
+
+/// A part as schedules have it, with the seal that kernels expect.
+fn sealed(cta: usize, [batch, split, splits]: [u32; 3]) -> [i32; PART_WORDS] {
+    let odd = [0x9E37_79B1, 0x85EB_CA77, 0xC2B2_AE3D];
+    let words = [cta as u32, batch, split].into_iter().zip(odd);
+    let seal = words.fold(splits ^ u32::from_le_bytes(*b"gqaD"), |sum, (word, odd)| {
+        sum.wrapping_add(u32::wrapping_mul(word, odd))
+    });
+    [batch, seal, split, splits].map(|word| word as i32)
+}
+
+/// Takes the parts of all CTAs.
+fn empty(parts: &mut [i32]) {
+    for (cta, part) in parts.chunks_exact_mut(PART_WORDS).enumerate() {
+        part.copy_from_slice(&sealed(cta, [u32::MAX, 0, 0]));
+    }
+}
+
+/// Changes up to eight bits of the parts that CTAs have, or one bit of any word.
+fn damage(words: &mut [i32], parts: usize, seed: u64) {
+    let mut rng = SmallRng::seed_from_u64(seed);
+    let end = parts + PART_WORDS * words[CTAS_WORD] as usize;
+    let (first, most) = if rng.random_range(0..4) == 0 { (0, 1) } else { (parts, 8) };
+    for _ in 0..rng.random_range(1..=most) {
+        words[rng.random_range(first..end)] ^= 1 << rng.random_range(0..32);
+    }
+}
+
+/// Makes up parts of one CTA in four, of numbers at which something ends.
+fn forge(parts: &mut [i32], sequences: usize, slots: u32, seed: u64) {
+    let mut rng = SmallRng::seed_from_u64(seed);
+    for (cta, part) in parts.chunks_exact_mut(PART_WORDS).enumerate() {
+        let own = cta as u32;
+        let ends = [0, 1, 2, own, own + 1, slots, 2 * slots, 63, 64, 65, 1 << 20, u32::MAX];
+        if rng.random_range(0..4) > 0 {
+            continue;
+        }
+        let [split, splits] = [(); 2].map(|()| *ends.choose(&mut rng).expect("some"));
+        let after = splits.saturating_sub(rng.random_range(1..=2));
+        let batch = rng.random_range(0..=sequences as u32);
+        let split = if rng.random() { split } else { after };
+        part.copy_from_slice(&sealed(cta, [batch, split, splits]));
+    }
+}
 
 impl Scheduled {
     /// Of `device`.
@@ -71,9 +127,16 @@ impl Scheduled {
         };
         let parts = SHAPE_WORDS + problem.batch.next_multiple_of(4);
         // With a window the other lengths may have as many key tiles.
-        let is_other = self.made != Made::OtherLengths || words[..parts] != right[..parts];
-        if self.made != Made::Right && is_other {
-            words[parts..].fill(-1);
+        let is_other = words[..parts] != right[..parts];
+        match self.made {
+            Made::Right | Made::Nothing => {}
+            Made::OtherLengths if !is_other => {}
+            Made::Damaged(seed) => damage(&mut words, parts, seed),
+            Made::Forged(seed) => {
+                let slots = words[SLOTS_WORD] as u32;
+                forge(&mut words[parts..], problem.batch, slots, seed);
+            }
+            _ => empty(&mut words[parts..]),
         }
         if self.made == Made::OtherKeys {
             words[KEYS_WORD] *= 2;

@@ -187,6 +187,38 @@ fn steps_in_parts_by_a_schedule() {
     }
 }
 
+/// A CTA whose part is damaged in a schedule computes it.
+#[test]
+fn steps_in_parts_by_a_damaged_schedule() {
+    for (device, seed) in [2, 8, 132].map(slow_device).into_iter().zip(0..) {
+        let cases = prop_oneof![ragged(steps(4)), ragged(quantized(steps(4)))].boxed();
+        let name = format!("sim, damaged, {} SMs", device.multiprocessors);
+        for seed in 4 * seed..4 * seed + 4 {
+            let damaged = Scheduled::new(device.clone(), Made::Damaged(seed));
+            parity(&name, 4, paged_in_parts(cases.clone(), &device), &damaged);
+        }
+    }
+}
+
+/// Forged parts make results wrong, or a race, but nothing is read or written outside of tensors
+/// and of scratch memory.
+#[test]
+fn no_schedule_leads_a_step_outside() {
+    let mut wrong = 0;
+    for (device, seed) in [2, 8, 40].map(slow_device).into_iter().zip(0..) {
+        let cases = prop_oneof![ragged(steps(4)), ragged(quantized(steps(4)))].boxed();
+        let case = sample(paged_in_parts(cases, &device));
+        for seed in 16 * seed..16 * seed + 16 {
+            let forged = Scheduled::new(device.clone(), Made::Forged(seed));
+            let result = case.check(&forged);
+            let error = result.err().unwrap_or_default();
+            wrong += usize::from(!error.is_empty());
+            assert!(!error.contains(" accesses ") && !error.contains("panicked"), "{error}");
+        }
+    }
+    assert!(wrong > 0, "no forged part was taken");
+}
+
 /// A kernel that computed parts in spite of a schedule would write its outputs.
 #[test]
 fn a_schedule_without_parts_leaves_outputs() {

@@ -155,8 +155,10 @@ impl Paged {
     /// itself, which takes longer the more sequences there are.
     ///
     /// A schedule that was made for other lengths, another layer or another GPU changes the time
-    /// and not the results. Kernels trust the parts of one whose shapes and lengths are theirs, so
-    /// nothing else may write into it. A call whose plan divides no keys does not read it.
+    /// and not the results, and so does one that is damaged. Nothing else may write into it: with
+    /// made up parts results are wrong, and counters of the workspace may not be zero after the
+    /// call; but no memory outside of the call's is read or written. A call whose plan divides no
+    /// keys does not read it.
     pub const fn scheduled(self) -> Self {
         Self { scheduled: true, ..self }
     }

@@ -21,7 +21,7 @@
 use super::exchange::Mailbox;
 use super::layout::{Heads, Layout};
 use super::products::{Products, TEAM};
-use super::schedule::{Schedule, Shape};
+use super::schedule::{NOTHING, Schedule, Shape};
 use super::{Decode, Place};
 use crate::params::{AttentionParams, DecodeParams};
 use crate::simt::{
@@ -69,10 +69,43 @@ pub(super) fn block(p: &DecodeParams) -> u32 {
     block_idx_y() * p.attention.kv_heads + block_idx_x()
 }
 
-#[cfg_attr(target_arch = "nvptx64", inline(always))]
-fn place([batch, index, split, splits]: [u32; 4]) -> Place {
-    let (kv_head, row_tile) = (block_idx_x(), block_idx_z());
-    Place { kv_head, batch, row_tile, index, split, splits, stride: 1, rank: 0, ranks: 1 }
+/// A CTA's part: number `split` of the `splits` parts of a sequence.
+#[derive(Clone, Copy)]
+pub(super) struct Part {
+    pub batch: u32,
+    pub split: u32,
+    pub splits: u32,
+}
+
+impl Part {
+    /// No part.
+    const NONE: Self = Self { batch: 0, split: 0, splits: 0 };
+
+    /// Number of the sequence's first part, where this one is that of CTA `cta`: a sequence's parts
+    /// lie side by side.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn first(&self, cta: u32) -> u32 {
+        cta.saturating_sub(self.split)
+    }
+
+    /// Whether CTA `cta` reads and writes nothing outside of `sequences` sequences and of scratch
+    /// memory, whoever says that this is its part.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn is_sound(&self, cta: u32, sequences: u32, slots: u32) -> bool {
+        let left =
+            || self.splits <= MOST_PARTS && self.first(cta) + self.splits <= PER_SLOT * slots;
+        let is_in_sequence = self.split <= cta && self.split < self.splits;
+        self.batch < sequences && is_in_sequence && (self.splits == 1 || left())
+    }
+
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn place(&self, p: &DecodeParams) -> Place {
+        let (kv_head, row_tile) = (block_idx_x(), block_idx_z());
+        let column = row_tile * p.attention.kv_heads + kv_head;
+        let index = column * PER_SLOT * p.parts + self.first(block_idx_y());
+        let Self { batch, split, splits } = *self;
+        Place { kv_head, batch, row_tile, index, split, splits, stride: 1, rank: 0, ranks: 1 }
+    }
 }
 
 /// The sequences of a call, and the length of a part.
@@ -165,14 +198,13 @@ impl Division {
         of_split
     }
 
-    /// Part number `nth`: its sequence, the number of the sequence's first part, the part's index
-    /// in the sequence, and the sequence's number of parts. `None` past the last part; where no
-    /// sequence is split, they have their own numbers, also those without keys.
+    /// Part number `nth`; `None` past the last part. Where no sequence is split, they have their
+    /// own numbers, also those without keys.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn find(&self, nth: u32, of_split: u32) -> Option<[u32; 4]> {
+    fn find(&self, nth: u32, of_split: u32) -> Option<Part> {
         if of_split == 0 {
             let has_keys = nth < self.sequences && self.tiles.load(nth) > 0;
-            return has_keys.then_some([nth, nth, 0, 1]);
+            return has_keys.then_some(Part { batch: nth, split: 0, splits: 1 });
         }
         let is_split = nth < of_split;
         let mut left = if is_split { nth } else { nth - of_split };
@@ -186,22 +218,20 @@ impl Division {
                 let is_here = before <= left && left < up_to;
                 let here = sum(if is_here { lane() } else { 0 }, LANES);
                 let [splits, before] = [own, before].map(|count| shfl_idx_u32(count, here));
-                let split = left - before;
-                return Some([first + here, nth - split, split, splits]);
+                return Some(Part { batch: first + here, split: left - before, splits });
             }
             left -= all;
         }
         None
     }
 
-    /// Passes the number of each part to `write`, with what [`find`](Self::find) finds for that
-    /// number. Warp `warp` of `warps` passes every `warps`-th group of [`LANES`] sequences.
+    /// Passes each part with its number to `write`: what [`find`](Self::find) finds for it. Warp `warp` of `warps` passes every `warps`-th group of [`LANES`] sequences.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn for_each_part(
         &self,
         of_split: u32,
         [warp, warps]: [u32; 2],
-        write: impl Fn(u32, [u32; 4]),
+        write: impl Fn(u32, Part),
     ) {
         // Parts of split sequences, and of all others, before the group.
         let (mut split_before, mut whole_before) = (0, of_split);
@@ -215,7 +245,7 @@ impl Division {
             let number = if of_split == 0 { b } else { up_to - parts };
             if (first / LANES) % warps == warp {
                 for split in Rolled(0..parts, 1) {
-                    write(number + split, [b, number, split, parts]);
+                    write(number + split, Part { batch: b, split, splits: parts });
                 }
             }
             split_before += shfl_idx_u32(split_up_to, LANES - 1);
@@ -276,8 +306,8 @@ impl<
     const SCHEDULED: u32 = Self::VOTES + 4 * LANES;
 
     /// The CTA's part; `None` if there are fewer parts than CTAs. It is read from the schedule if
-    /// that was made for these shapes and lengths. All threads take it from shared memory, where it
-    /// is saved: however it was found, the compiler sees one load.
+    /// that was made for these shapes and lengths, and if it is sound there. All threads take it
+    /// from shared memory, where it is saved: however it was found, the compiler sees one load.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn part_of<L: Layout>(
         p: &DecodeParams,
@@ -288,10 +318,14 @@ impl<
         const { assert!(4 * (MOST_DIVIDED + LANES + 4) <= Self::TEAMS * Self::RING_BYTES) }
         let (sequences, tiles) = (p.attention.batch, Shared::at(Self::RINGS));
         let [scheduled, mut differs] = [schedule.is_given(), false];
-        let (reads_part, mut part) = (scheduled && thread_idx() == 0, [0; 4]);
+        let (reads_part, mut part) = (scheduled && thread_idx() == 0, Part::NONE);
         if reads_part {
-            part = schedule.part(sequences, block_idx_y());
-            differs = schedule.is_of_other(&Shape::of(p, Self::KEYS, Self::SHORTEST));
+            let (read, is_sealed) = schedule.part(sequences, block_idx_y());
+            let is_nothing = read.batch == NOTHING;
+            let is_sound = is_nothing || read.is_sound(block_idx_y(), sequences, p.parts);
+            part = if is_nothing { Part::NONE } else { read };
+            differs = !(is_sealed && is_sound)
+                || schedule.is_of_other(&Shape::of(p, Self::KEYS, Self::SHORTEST));
         }
         for b in Rolled(thread_idx()..sequences, Self::THREADS) {
             let stored = if scheduled { schedule.tiles(b) } else { 0 };
@@ -300,23 +334,22 @@ impl<
             differs |= scheduled && stored != count;
         }
         if reads_part {
-            Shared::<u32>::at(Self::SCHEDULED).store_vec(0, part);
+            let words = [part.batch, part.split, part.splits, 0];
+            Shared::<u32>::at(Self::SCHEDULED).store_vec(0, words);
         }
         if scheduled {
             Self::vote(differs);
         }
         sync_threads();
-        let found = if scheduled && !Self::has_vote() {
-            let part = Shared::<u32>::at(Self::SCHEDULED).load_vec(0);
-            (part[0] < sequences).then_some(part)
+        let part = if scheduled && !Self::has_vote() {
+            let [batch, split, splits, _] = Shared::<u32>::at(Self::SCHEDULED).load_vec(0);
+            Part { batch, split, splits }
         } else {
             let mut division = Division::new(sequences, tiles);
             let of_split = division.measure(p.parts, Self::SHORTEST);
-            division.find(block_idx_y(), of_split)
+            division.find(block_idx_y(), of_split).unwrap_or(Part::NONE)
         };
-        let [batch, first, split, splits] = found.unwrap_or([0; 4]);
-        let column = block_idx_z() * p.attention.kv_heads + block_idx_x();
-        Self::keep(place([batch, column * PER_SLOT * p.parts + first, split, splits]));
+        Self::keep(part.place(p));
         sync_threads();
         let kept = Self::kept();
         (kept.splits > 0).then_some(kept)

@@ -8,13 +8,18 @@
 //! another kernel, every CTA computes the division itself. All CTAs compare the same words, so all
 //! decide alike.
 //!
+//! **The memory is the caller's**, and may hold anything. A part has a seal, so a CTA whose part is
+//! damaged computes it too, and finds what the schedule had. A part with a forged seal can make
+//! results wrong, but it stays within the sequences and within scratch memory ([`Part::is_sound`]).
+//!
 //! **Memory**: shapes ([`Shape::words`]); key tiles (sequence, padded to a multiple of 4); parts
-//! (CTA, 4) as [`Division::find`] returns them, their sequence [`NOTHING`] where a CTA has no part.
+//! (CTA, 4): sequence, or [`NOTHING`] where a CTA has no part, seal, index in the sequence, number
+//! of the sequence's parts.
 //!
 //! **Grid**: one CTA of [`SCHEDULE_THREADS`] threads. **Shared memory**: key tiles (sequence).
 
 use super::layout::Blocks;
-use super::parts::{Division, MOST_DIVIDED, most, tiles_of};
+use super::parts::{Division, MOST_DIVIDED, Part, most, tiles_of};
 use crate::params::{DecodeParams, DecodeScheduleParams};
 use crate::simt::{Global, Rolled, Shared, sync_threads, thread_idx};
 use crate::tile::seqlens::Seqlens;
@@ -32,7 +37,7 @@ const KIND: u32 = u32::from_le_bytes(*b"gqaD");
 /// Words of the shapes.
 const SHAPE_WORDS: u32 = 8;
 /// Sequence of a CTA without a part.
-const NOTHING: u32 = u32::MAX;
+pub(super) const NOTHING: u32 = u32::MAX;
 
 /// 32-bit words of a schedule for that many sequences, whatever their lengths, kernel and GPU are.
 pub const fn schedule_words(sequences: usize) -> usize {
@@ -111,11 +116,24 @@ impl Schedule {
         self.words.load((SHAPE_WORDS + b) as usize)
     }
 
-    /// The part of CTA `cta`, of a schedule for that many sequences.
+    /// The part of CTA `cta`, of a schedule for that many sequences, and whether its seal fits.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub(super) fn part(self, sequences: u32, cta: u32) -> [u32; 4] {
-        self.words.load_vec(part_word(sequences, cta))
+    pub(super) fn part(self, sequences: u32, cta: u32) -> (Part, bool) {
+        let [batch, seal, split, splits] = self.words.load_vec(part_word(sequences, cta));
+        let part = Part { batch, split, splits };
+        (part, seal == seal_of(cta, &part))
     }
+}
+
+/// What a CTA's part is stored with. Where one word of the four changes, it fits no longer; where
+/// more do, it fits by chance only.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+fn seal_of(cta: u32, part: &Part) -> u32 {
+    let Part { batch, split, splits } = *part;
+    let words = [(cta, 0x9E37_79B1), (batch, 0x85EB_CA77), (split, 0xC2B2_AE3D)];
+    words
+        .into_iter()
+        .fold(splits ^ KIND, |sum, (word, odd)| sum.wrapping_add(u32::wrapping_mul(word, odd)))
 }
 
 /// First word of a CTA's part.
@@ -145,7 +163,7 @@ pub fn schedule(
         schedule.store((SHAPE_WORDS + b) as usize, count);
     }
     for cta in Rolled(thread_idx()..ctas, SCHEDULE_THREADS) {
-        schedule.store_vec(part_word(sequences, cta), [NOTHING; 4]);
+        store(schedule, sequences, cta, &Part { batch: NOTHING, split: 0, splits: 0 });
     }
     if thread_idx() == 0 {
         let [first, second] = shape.words();
@@ -159,7 +177,14 @@ pub fn schedule(
     division.for_each_part(of_split, warp, |number, part| {
         // Bounds the memory whatever the lengths are.
         if number < ctas {
-            schedule.store_vec(part_word(sequences, number), part);
+            store(schedule, sequences, number, &part);
         }
     });
+}
+
+/// Stores a CTA's part with its seal.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+fn store(schedule: Global<u32>, sequences: u32, cta: u32, part: &Part) {
+    let words = [part.batch, seal_of(cta, part), part.split, part.splits];
+    schedule.store_vec(part_word(sequences, cta), words);
 }
