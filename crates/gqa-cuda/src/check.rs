@@ -50,8 +50,8 @@ pub(super) fn schedule(plan: &Plan, tensors: &Views<'_>) -> Result<()> {
     overlap::check_schedule(plan, tensors)
 }
 
-/// Waits for the stream, then checks that counters are zero and that lengths, positions and block
-/// tables stay within the tensors that they index.
+/// Waits for the stream, then checks that counters are zero, that lengths, positions and block
+/// tables stay within the tensors that they index, and that a schedule is that of the lengths.
 ///
 /// # Safety
 /// As of [`call`].
@@ -80,8 +80,10 @@ unsafe fn contents(
     let read = given.map(|(id, view)| Ok((id, unsafe { view.download(stream) }?)));
     let read: Tensors<Tensor> = read.collect::<Result<_>>()?;
     let views = read.iter().map(|(id, tensor)| (id, tensor.view())).collect();
+    let schedule = plan.check_schedule(&views);
     let (problem, views) = without_padding(plan.problem(), views)?;
-    contents::check_on_device(&problem, &views)
+    contents::check_on_device(&problem, &views)?;
+    schedule
 }
 
 /// Every call leaves its counters at zero; checks that.

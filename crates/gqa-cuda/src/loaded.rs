@@ -171,8 +171,8 @@ impl LoadedPlan {
     /// Where a tensor is missing or has another type, shape or alignment than the plan's, where
     /// the workspace is too small, where an output, a cache that is appended to, the workspace or
     /// its counters overlap anything else, and where the stream belongs to another device. While
-    /// `GQA_CHECK` is set, also where lengths, positions, block tables or counters hold what they
-    /// must not, and where the stream is captured. Nothing is launched then.
+    /// `GQA_CHECK` is set, also where lengths, positions, block tables, counters or a schedule hold
+    /// what they must not, and where the stream is captured. Nothing is launched then.
     ///
     /// # Safety
     /// - Every view and the workspace is device memory of its stated size and stays so until the

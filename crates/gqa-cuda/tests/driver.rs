@@ -322,6 +322,41 @@ fn checked_calls_are_told_of_lengths_and_tables() {
     });
 }
 
+/// A schedule for other lengths, or a damaged one, costs time only, so nothing else tells.
+#[test]
+fn schedules_of_checked_calls_are_those_of_their_lengths() {
+    with_fake_driver(ON, |fake| {
+        let call = Paged::decode(8, [2048, 16, 512]).scheduled().appended().total_lengths();
+        let call = Tensors::of(&layer().paged(call).unwrap());
+        assert!(call.plan.schedule().is_some(), "{}", call.plan.explain());
+        let table = Array2::from_shape_fn((8, 512), |(b, i)| (512 * b + i) as i32 % 2048);
+        call.upload(TensorId::BlockTable, &table.into());
+        let starts: Vec<_> = (0..=8).collect();
+        call.upload(TensorId::CumulativeSequenceLength, &Array1::from(starts).into());
+        let words = |lengths: &[i32]| -> Vec<_> {
+            let division = call.plan.division(None, lengths).unwrap().unwrap();
+            division.schedule.iter().map(|&word| word as i32).collect()
+        };
+        let upload = |words: Vec<i32>| call.upload(TensorId::Schedule, &Array1::from(words).into());
+        let lengths = [4000, 17, 900, 1, 200, 300, 64, 8000];
+        call.upload(TensorId::SeqlensK, &int32(lengths));
+        let mut right = words(&lengths);
+        // What no kernel reads may be anything.
+        *right.last_mut().unwrap() = 7;
+        upload(right.clone());
+        call.enqueue(&call.views(), call.scratch()).unwrap();
+        let error = || call.refused(fake, &call.views(), call.scratch());
+        let part = 16 + 2;
+        let changed = right.iter().enumerate().map(|(i, word)| word ^ i32::from(i == part));
+        upload(changed.collect());
+        assert!(error().starts_with("schedule: got a changed word 18; allowed: "), "{}", error());
+        upload(words(&[4000, 17, 900, 1, 200, 300, 640, 8000]));
+        assert!(error().contains("keys for sequence 6, which has "), "{}", error());
+        upload(vec![0; right.len()]);
+        assert!(error().starts_with("schedule: got one for a call of other shapes"), "{}", error());
+    });
+}
+
 #[test]
 fn slots_of_checked_calls_lead_into_the_cache() {
     with_fake_driver(ON, |fake| {

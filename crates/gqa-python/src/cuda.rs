@@ -415,7 +415,7 @@ impl Plan {
             let stream = self.gpu.stream(stream);
             stream.and_then(|stream| self.loaded.enqueue(&views, workspace, &stream))
         };
-        enqueued.map_err(raised)
+        enqueued.map_err(named).map_err(raised)
     }
 
     /// Puts the kernel into a stream that writes the schedule of calls which read one, by the
@@ -437,6 +437,16 @@ impl Plan {
             stream.and_then(|stream| self.loaded.schedule(&views, &stream))
         };
         enqueued.map_err(raised)
+    }
+}
+
+/// The error with the argument's name as Python has it.
+fn named(error: Error) -> Error {
+    match error {
+        Error::Invalid { argument, got, allowed } if argument == TensorId::Schedule.name() => {
+            Error::invalid("scheduler_metadata", got, allowed)
+        }
+        other => other,
     }
 }
 

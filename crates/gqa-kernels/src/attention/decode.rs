@@ -98,10 +98,14 @@ mod tree;
 
 pub use cached::Cached;
 pub use layout::{Blocks, Heads, Layout, Padded, Whole};
-pub use parts::{MOST_DIVIDED, divides, shortest_part};
+pub use parts::{MOST_DIVIDED, Part, divides, shortest_part};
 pub use products::{Mma, Products, Wgmma};
 pub use quantized::{Codes, Coding};
-pub use schedule::{MOST_SLOTS, SCHEDULE_SHARED_BYTES, SCHEDULE_THREADS, schedule, schedule_words};
+pub use schedule::{
+    MOST_SLOTS, SCHEDULE_SHARED_BYTES, SCHEDULE_THREADS, SHAPE_WORDS, schedule, schedule_words,
+};
+#[cfg(not(target_arch = "nvptx64"))]
+pub use schedule::{scheduled, scheduled_parts, scheduled_tiles, scheduled_words};
 
 use crate::concept::seqlen::Lengths;
 use crate::num::MmaElement;

@@ -142,10 +142,11 @@ pub static AIDS: [(&str, &str, &str); 4] = [
         CHECK,
         "0 or 1",
         "1: before each call on a GPU the library waits for the stream, reads counters, lengths, \
-         positions and block tables, and errs by name where counters are not zero, as after a call \
-         that failed or shared them, or where one of the others leads outside of what it indexes. \
-         Slow: for finding mistakes. Such a call cannot be captured in a graph. Read when a plan \
-         is loaded",
+         positions, block tables and schedules, and errs by name where counters are not zero, as \
+         after a call that failed or shared them, where a schedule (`scheduler_metadata` in \
+         Python) is not that of the call's lengths, or where one of the others leads outside of \
+         what it indexes. Slow: for finding mistakes. Such a call cannot be captured in a graph. \
+         Read when a plan is loaded",
     ),
     (
         CPU,

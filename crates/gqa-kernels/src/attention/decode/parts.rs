@@ -69,11 +69,14 @@ pub(super) fn block(p: &DecodeParams) -> u32 {
     block_idx_y() * p.attention.kv_heads + block_idx_x()
 }
 
-/// A CTA's part: number `split` of the `splits` parts of a sequence.
-#[derive(Clone, Copy)]
-pub(super) struct Part {
+/// What a CTA attends to, for a KV head and row tile.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Part {
+    /// The sequence.
     pub batch: u32,
+    /// Which of the sequence's parts it is.
     pub split: u32,
+    /// How many there are.
     pub splits: u32,
 }
 

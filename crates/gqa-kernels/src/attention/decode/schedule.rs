@@ -35,7 +35,10 @@ pub const MOST_SLOTS: u32 = 1024;
 /// First word of a schedule, which tells it from memory that holds something else.
 const KIND: u32 = u32::from_le_bytes(*b"gqaD");
 /// Words of the shapes.
-const SHAPE_WORDS: u32 = 8;
+pub const SHAPE_WORDS: u32 = 8;
+/// The one that counts CTAs.
+#[cfg(not(target_arch = "nvptx64"))]
+const CTAS_WORD: usize = 7;
 /// Sequence of a CTA without a part.
 pub(super) const NOTHING: u32 = u32::MAX;
 
@@ -187,4 +190,58 @@ pub fn schedule(
 fn store(schedule: Global<u32>, sequences: u32, cta: u32, part: &Part) {
     let words = [part.batch, seal_of(cta, part), part.split, part.splits];
     schedule.store_vec(part_word(sequences, cta), words);
+}
+
+/// What the kernel writes for these lengths, by the simulated machine: `starts`, (sequences + 1),
+/// is `None` where each sequence has one token.
+///
+/// # Errors
+/// Where there are not as many lengths as sequences.
+#[cfg(not(target_arch = "nvptx64"))]
+pub fn scheduled(
+    starts: Option<&[i32]>,
+    past_seqlens: &[i32],
+    p: &DecodeScheduleParams,
+) -> Result<Vec<u32>, gqa_sim::Fault> {
+    use gqa_sim::Arg;
+    let mut words = vec![0; schedule_words(p.step.decode.attention.batch as usize)];
+    let shape = gqa_sim::Launch {
+        name: "decode_schedule",
+        threads: SCHEDULE_THREADS,
+        shared_bytes: SCHEDULE_SHARED_BYTES,
+        ..gqa_sim::Launch::default()
+    };
+    let kernel = |given: &gqa_sim::Arguments| {
+        schedule(given.global(0), given.global(1), given.global(2), given.params(3));
+    };
+    let given = [
+        starts.map_or_else(Arg::null, Arg::read),
+        Arg::read(past_seqlens),
+        Arg::write(&mut words),
+        Arg::params(p),
+    ];
+    gqa_sim::launch(&shape, &kernel, &given)?;
+    Ok(words)
+}
+
+/// Key tiles of each sequence in such a schedule.
+#[cfg(not(target_arch = "nvptx64"))]
+pub fn scheduled_tiles(words: &[u32], sequences: usize) -> &[u32] {
+    let first = SHAPE_WORDS as usize;
+    &words[first..first + sequences]
+}
+
+/// The parts of CTAs in such a schedule, in their order.
+#[cfg(not(target_arch = "nvptx64"))]
+pub fn scheduled_parts(words: &[u32], sequences: usize) -> Vec<Part> {
+    let (parts, _) = words[scheduled_words(words, sequences)].as_chunks();
+    let read = |&[batch, _, split, splits]: &[u32; 4]| Part { batch, split, splits };
+    parts.iter().map(read).filter(|part| part.batch != NOTHING).collect()
+}
+
+/// Which words of such a schedule have parts: none is written behind these.
+#[cfg(not(target_arch = "nvptx64"))]
+pub fn scheduled_words(words: &[u32], sequences: usize) -> core::ops::Range<usize> {
+    let [first, end] = [0, words[CTAS_WORD]].map(|cta| part_word(sequences as u32, cta));
+    first..end
 }

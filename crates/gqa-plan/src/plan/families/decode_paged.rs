@@ -115,6 +115,20 @@ pub(super) fn launches(kernel: &Kernel, job: Job<'_>) -> Result<Vec<Launch>> {
     decode::in_clusters(kernel, device, launch(kernel.entry, grid, &bound, &params)?)
 }
 
+/// How `step` divides keys by lengths, if it does.
+pub(in crate::plan) fn division(step: &Launch) -> Option<DecodeScheduleParams> {
+    let families = [registry::Family::DecodePaged, registry::Family::DecodePagedQuantized];
+    let is_step = families.contains(&step.entry.family) && step.entry.role == Role::Attention;
+    let params = step.params.get(..size_of::<PagedDecodeParams>()).filter(|_| is_step)?;
+    let params: PagedDecodeParams = bytemuck::try_pod_read_unaligned(params).ok()?;
+    let divides = (1..=kernels::MOST_SLOTS).contains(&params.decode.parts);
+    divides.then_some(DecodeScheduleParams {
+        step: params,
+        keys: step.entry.keys,
+        shortest: kernels::shortest_part(step.entry.rows, step.entry.threads),
+    })
+}
+
 /// The launch that writes the schedule which `step` reads, if it does.
 pub(in crate::plan) fn schedule(step: &Launch) -> Option<Result<Launch>> {
     let argument = |name| {
@@ -126,11 +140,7 @@ pub(in crate::plan) fn schedule(step: &Launch) -> Option<Result<Launch>> {
         entry.family == registry::Family::DecodePaged && entry.role == Role::Schedule
     };
     let entry = registry::entries().find(is_schedule)?;
-    let params = DecodeScheduleParams {
-        step: bytemuck::try_pod_read_unaligned(&step.params).ok()?,
-        keys: step.entry.keys,
-        shortest: kernels::shortest_part(step.entry.rows, step.entry.threads),
-    };
+    let params = division(step)?;
     let arguments = [
         ("starts", argument("starts")?),
         ("past_seqlens", argument("past_seqlens")?),

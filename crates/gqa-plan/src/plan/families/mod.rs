@@ -53,7 +53,7 @@ pub(super) static FAMILIES: [&dyn Family; 23] = [
 ];
 
 pub(super) use decode::in_halves;
-pub(super) use decode_paged::{DecodePaged, in_parts, schedule};
+pub(super) use decode_paged::{DecodePaged, division, in_parts, schedule};
 pub(super) use decode_paged_quantized::DecodePagedQuantized;
 pub(super) use hopper_paged::HopperPaged;
 pub(super) use hopper_paged_quantized::HopperPagedQuantized;
