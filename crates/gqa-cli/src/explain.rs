@@ -1,5 +1,6 @@
 //! `gqa explain`: the plan of a call, without running it.
 
+mod lengths;
 mod values;
 
 use std::path::PathBuf;
@@ -14,6 +15,7 @@ use serde_json::{Map, Value, json};
 use crate::options::count;
 use crate::shape::{Layer, Sizes};
 use crate::{Usage, input};
+use lengths::{Lengths, Schedule};
 use values::Values;
 
 /// Arguments of `gqa explain`.
@@ -34,6 +36,14 @@ pub struct Args {
     /// New tokens of all sequences together, where some have fewer than --query-length.
     #[arg(long, requires = "block_size", conflicts_with = "model", value_parser = count(1 << 31))]
     tokens: Option<u64>,
+    /// Rows of each sequence before the call, such as 5000,17,30x900: how a decode step over a paged
+    /// KV cache divides their keys among CTAs. Blocks have 16 rows, unless --block-size says
+    /// otherwise, and the cache has as many as the sequences need.
+    #[arg(long, value_delimiter = ',', value_parser = lengths::parse, conflicts_with_all = [
+        "model", "batch", "past_length", "tokens", "separate_cache", "latent", "value_size",
+        "cached", "prefetch_cache", "float32_output", "float8_output", "sliding_cache",
+        "smooth_softmax"])]
+    lengths: Vec<Lengths>,
     /// Print JSON.
     #[arg(long)]
     json: bool,
@@ -57,16 +67,36 @@ pub fn run(args: &Args) -> Result<ExitCode> {
         None => described(args)?,
     };
     let plan = plan(&problem, &device, &PlanOptions::from_env()?)?;
+    let lengths = lengths::all(&args.lengths)?;
+    let has_lengths = !lengths.is_empty();
+    let schedule = if has_lengths { Schedule::of(&plan, lengths)? } else { None };
     if args.json {
-        say!("{}", serde_json::to_string_pretty(&json(&plan))?);
-    } else {
-        say!("{}", plan.explain());
+        let mut explained = json(&plan);
+        if has_lengths {
+            explained["division"] = schedule.as_ref().map_or(Value::Null, Schedule::json);
+        }
+        say!("{}", serde_json::to_string_pretty(&explained)?);
+        return Ok(ExitCode::SUCCESS);
+    }
+    say!("{}", plan.explain());
+    match schedule {
+        Some(schedule) => say!("{}", schedule.text().trim_end()),
+        None if has_lengths => {
+            say!("\nkeys are not divided by lengths: every sequence has as many CTAs as any other");
+        }
+        None => {}
     }
     Ok(ExitCode::SUCCESS)
 }
 
 /// The call that options describe, whose past and present are one tensor.
 fn described(args: &Args) -> Result<Problem> {
+    if !args.lengths.is_empty() {
+        let lengths = lengths::all(&args.lengths)?;
+        let block_size = Some(args.layer.block_size.unwrap_or(lengths::BLOCK_SIZE));
+        let layer = Layer { block_size, ..args.layer };
+        return lengths::problem(&args.sizes.of_lengths(layer, &lengths), &lengths);
+    }
     let shape = args.sizes.shape(args.layer);
     if let Some(problem) = args.values.problem(&shape, args.tokens)? {
         return Ok(problem);

@@ -412,6 +412,13 @@ impl Sizes {
         let [batch, query, past] = [self.batch, query, past].map(|n| n as usize);
         Shape::new(Layer { dtype: self.dtype, ..layer }, batch, query, past)
     }
+
+    /// The call of sequences with that many rows before it, by the longest of them.
+    pub fn of_lengths(&self, layer: Layer, lengths: &[usize]) -> Shape {
+        let past = lengths.iter().copied().max().unwrap_or_default();
+        let query = self.query_length.unwrap_or(1) as usize;
+        Shape::new(Layer { dtype: self.dtype, ..layer }, lengths.len(), query, past)
+    }
 }
 
 /// A call with a shared cache in which all sequences have the same length.

@@ -583,6 +583,59 @@ fn explain_tells_what_reads_blocks() -> Result {
     Ok(())
 }
 
+/// The picture of a division, which is the kernels' own.
+#[test]
+fn explain_draws_how_lengths_divide_keys() -> Result {
+    let call = "explain --batch 1";
+    refused(&words(&format!("{call} --lengths 5"))?, 2, &["--lengths", "--batch"]);
+    for wrong in ["-5", "x", "5000,", "0x9", "1x1x1", "5000x1"] {
+        refused(&words(&format!("explain --lengths {wrong}"))?, 2, &["--lengths: got ", "900"]);
+    }
+    let many = words("explain --lengths 4000x5,97x6")?;
+    refused(&many, 2, &["--lengths: got 4097 sequences; allowed: up to 4096"]);
+    let few = words("explain --lengths 5000,17,900")?;
+    assert!(few.stdout.contains("keys are not divided by lengths"), "{}", few.stdout);
+    let run = words("explain --device h200 --lengths 20000,3x300,40x2000 --block-size 16")?;
+    assert_eq!(run.code, Some(0), "{}", run.stderr);
+    let picture = run.stdout.split_once("\ndivision").unwrap_or_default().1;
+    assert_eq!(picture.trim_end(), include_str!("division.txt").trim_end(), "{}", run.stdout);
+    Ok(())
+}
+
+/// Each sequence's tiles are in its parts, once, and no place has two parts at a time.
+#[test]
+fn explained_parts_are_all_keys() -> Result {
+    for lengths in ["9000,5x100,70", "100x100,50000,100x100,2x9000", "0,1,33x6000"] {
+        let run = words(&format!("explain --lengths {lengths} --json"))?;
+        let explained: serde_json::Value = serde_json::from_str(&run.stdout)?;
+        let division = &explained["division"];
+        let number = |value: &serde_json::Value| value.as_u64().unwrap();
+        let parts = division["parts"].as_array().unwrap();
+        let (sequences, keys) =
+            (division["sequences"].as_array().unwrap(), &division["keys_of_a_tile"]);
+        for (b, sequence) in sequences.iter().enumerate() {
+            let own = || parts.iter().filter(|part| number(&part["sequence"]) == b as u64);
+            let tiles = own().map(|part| number(&part["tiles"])).sum::<u64>();
+            // And the new token.
+            let rows = number(&sequence["rows"]) + 1;
+            assert_eq!(tiles, rows.div_ceil(number(keys)), "{lengths}: sequence {b}");
+            let numbers = own().map(|part| number(&part["part"]));
+            assert!(numbers.eq(0..number(&sequence["parts"])), "{lengths}: sequence {b}");
+        }
+        let mut places = vec![0; number(&division["places"]) as usize];
+        for part in parts {
+            let place = &mut places[number(&part["place"]) as usize];
+            assert_eq!(*place, number(&part["start"]), "{lengths}");
+            *place += number(&part["tiles"]);
+        }
+        let (most, all) = (places.iter().max().unwrap(), places.iter().sum::<u64>());
+        let share = *most as f64 * places.len() as f64 / all as f64;
+        let told = division["busiest_over_mean"].as_f64().unwrap();
+        assert!((share - told).abs() < 1e-9 && told >= 1.0, "{lengths}: {told}, {share}");
+    }
+    Ok(())
+}
+
 #[test]
 fn explain_reads_models() -> Result {
     let model = cases("gqa").join("chunk_static/model.onnx");
