@@ -1,6 +1,7 @@
 //! Shared by the workspace's tests: random operator calls, poisoned outputs, comparison with the
 //! reference.
 
+mod alone;
 mod attention;
 mod call;
 mod case;
@@ -17,6 +18,7 @@ mod scheduled;
 mod tree;
 mod wide;
 
+pub use alone::{Alone, invariant_cases};
 pub use attention::{AttentionCase, AttentionMask, Cache, Hides, attention_case};
 pub use call::Call;
 pub use case::{

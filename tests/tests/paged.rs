@@ -5,11 +5,11 @@ use gqa_host::backend::cpu::Cpu;
 use gqa_host::backend::sim::Sim;
 use gqa_host::plan::{DeviceInfo, PlanOptions, plan};
 use gqa_tests::{
-    Case, DECODE_KERNELS, Made, PREFILL_KERNELS, PagedCase, Parity, Scheduled, Unchecked,
-    any_dtype, case, copied, cut_off, half_dtype, heads_up_to, in_place, paged, paged_concurrent,
-    paged_crowd_steps, paged_crowds, paged_in_parts, paged_long, paged_mixed, paged_prompts,
-    paged_reads, paged_steps, parity, quantized, reads_with_gaps, slow_device, steps, with_gaps,
-    with_row_scales, with_some_lse,
+    Alone, Case, DECODE_KERNELS, Made, PREFILL_KERNELS, PagedCase, Parity, Scheduled, Unchecked,
+    any_dtype, case, copied, cut_off, half_dtype, heads_up_to, in_place, invariant_cases, paged,
+    paged_concurrent, paged_crowd_steps, paged_crowds, paged_in_parts, paged_long, paged_mixed,
+    paged_prompts, paged_reads, paged_steps, parity, quantized, reads_with_gaps, slow_device,
+    steps, with_gaps, with_row_scales, with_some_lse,
 };
 use proptest::prelude::*;
 use proptest::strategy::ValueTree;
@@ -226,6 +226,29 @@ fn a_schedule_without_parts_leaves_outputs() {
     let case = sample(paged_in_parts(ragged(steps(4)), &device));
     case.check(&Scheduled::new(device.clone(), Made::Right)).unwrap();
     case.check(&Scheduled::new(device, Made::Emptied)).unwrap_err();
+}
+
+/// A sequence of a batch-invariant call has the same bits alone, whatever its company: steps,
+/// chunks and prompts.
+#[test]
+fn batch_invariant_calls() {
+    let ampere = DeviceInfo { sm: 80, shared_bytes: 99 << 10, ..slow_device(8) };
+    for device in [slow_device(2), slow_device(132), ampere] {
+        let alone = Alone::new(device.clone());
+        let name = format!("sim, alone, {} SMs of {}", device.multiprocessors, device.sm);
+        let of = |cases: BoxedStrategy<Case>| {
+            let cases = prop_oneof![
+                paged_steps(cases.clone(), 60),
+                paged_long(cases.clone(), 300..=1500),
+                paged_mixed(cases.clone(), 40),
+                ragged(cases),
+            ];
+            invariant_cases(cases.boxed(), &device)
+        };
+        parity(&name, 24, of(steps(4)), &alone);
+        parity(&format!("{name}, codes"), 12, of(quantized(steps(4))), &alone);
+        parity(&format!("{name}, lse"), 8, with_some_lse(of(steps(4))), &alone);
+    }
 }
 
 /// Sequences of no key before the token, one, a block less one, a block, and many, in any order,

@@ -109,6 +109,7 @@ pub struct Layer {
     rope: Option<Rope>,
     qk_norm: Option<f32>,
     quantized: Option<Quantization>,
+    batch_invariant: bool,
 }
 
 impl Layer {
@@ -127,6 +128,7 @@ impl Layer {
             rope: None,
             qk_norm: None,
             quantized: None,
+            batch_invariant: false,
         }
     }
 
@@ -210,6 +212,28 @@ impl Layer {
         Self { quantized: Some(how), ..self }
     }
 
+    /// The bits of a sequence's results do not depend on the other sequences of a call. Kernels are
+    /// chosen as for a call of a fixed number of sequences, and keys are not divided by the lengths
+    /// of all, so that calls of few or of many sequences are slower.
+    ///
+    /// A sequence has the same bits in two calls of equal layers on GPUs of the same kind, by the
+    /// same version of this library under the same options, if it has the same new tokens and the
+    /// same keys and values before them, and
+    /// - over a paged KV cache, if both calls have the same block size and the same outputs, append
+    ///   or do not, and rotate or do not: whatever the numbers of sequences and of tokens, the
+    ///   bounds, the lengths of the others, and where its blocks lie. Where a table leads outside
+    ///   of the cache, or a sequence has fewer keys than tokens in a call that is not causal,
+    ///   nothing is said;
+    /// - with a cache of its own for each sequence, if both calls are the same but for the number
+    ///   of sequences and for the contents of tensors.
+    ///
+    /// Over a paged KV cache some calls have no such kernels: those that gather keys from their
+    /// blocks, those with a tree mask, and those of heads of more than 256 elements or of a latent
+    /// layer. They are refused when they are planned.
+    pub fn batch_invariant(self) -> Self {
+        Self { batch_invariant: true, ..self }
+    }
+
     /// Element type of the KV cache.
     pub fn cache_dtype(&self) -> DType {
         self.quantized.map_or(self.dtype, Quantization::dtype)
@@ -244,6 +268,7 @@ impl Layer {
             softcap,
             causal: self.causal,
             sink: self.sink,
+            batch_invariant: self.batch_invariant,
             ..ProblemFields::plain(operator, self.dtype)
         })
     }

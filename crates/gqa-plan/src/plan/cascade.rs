@@ -95,7 +95,7 @@ pub(super) fn decision(family: &dyn Family, outcome: &Result<Choice, Rejection>)
 }
 
 /// The reason against each family; where a kernel is forced, without the families that are not its.
-fn refusals(decisions: &[Decision]) -> String {
+pub(super) fn refusals(decisions: &[Decision]) -> String {
     let other = |decision: &Decision| match decision.outcome {
         Err(Rejection::NotForced { forced }) => Some(forced),
         _ => None,

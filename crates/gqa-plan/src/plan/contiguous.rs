@@ -44,7 +44,9 @@ impl Composed {
             let (launches, _) = prologue(problem, device, fused, nothing, scratch)?;
             return Ok(Self { launches, positions, ..Self::default() });
         }
-        let chosen = cascade::choose(&Call::new(problem, device, options));
+        let typical = problem.batch_invariant.then(|| problem.typical());
+        let asked = typical.as_ref().unwrap_or(problem);
+        let chosen = cascade::choose(&Call::new(asked, device, options));
         if problem.tree_mask && chosen.is_err() {
             return with_mask_over_all_keys(problem, device, options, scratch);
         }
@@ -53,8 +55,22 @@ impl Composed {
         let (mut launches, rows) = prologue(problem, device, fused, by_attention, scratch)?;
         let task = Task::whole(problem, fused);
         launches.extend(choice.launches(Job { problem, device, rows, task, scratch })?);
+        if problem.batch_invariant {
+            has_grids(&launches)?;
+        }
         Ok(Self { launches, schedule: None, decisions, positions })
     }
+}
+
+/// Errs where there are more CTAs than CUDA starts. Kernels of a batch-invariant call are chosen
+/// without knowing how many there are.
+fn has_grids(launches: &[Launch]) -> Result<()> {
+    const MOST: u32 = 65_535;
+    let too_many = launches.iter().find(|launch| launch.grid[1].max(launch.grid[2]) > MOST);
+    too_many.map_or(Ok(()), |launch| {
+        let allowed = format!("false: {} would have too many CTAs", launch.entry.name);
+        Err(Error::invalid("batch_invariant", "true", allowed))
+    })
 }
 
 /// The launches of a call with a tree mask that no kernel takes: `tree_mask_rows` expands it to a

@@ -230,6 +230,7 @@ fn features(p: &Problem) -> Vec<String> {
     }
     add(p.prefetch_cache, "prefetch_cache cache".to_owned());
     add(p.float8_products, "float8 products".to_owned());
+    add(p.batch_invariant, "batch-invariant".to_owned());
     add(!p.causal, "not causal".to_owned());
     add(p.right_window.is_some(), format!("right window {}", p.right_window.unwrap_or_default()));
     add(p.alignment != Alignment::Phase, p.alignment.to_string());

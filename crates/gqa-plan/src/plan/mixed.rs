@@ -16,6 +16,12 @@
 //! all sequences: a launch ahead of them divides their work among the SMs by the lengths on the
 //! device.
 //!
+//! In a batch-invariant call the number of a sequence's tokens alone says which kernel it has:
+//! `decode_paged` up to as many as a tile of its rows holds, [`tiled_paged`](TiledPaged) with more.
+//! Both are chosen for a typical call, and neither divides keys by the lengths of all sequences.
+//! `hopper_paged` will not do: it rescales the rows of a warp together, and among these may be some
+//! of the next sequence.
+//!
 //! Elsewhere `decode_paged` begins first, and what it leaves free is for the launches behind it. It
 //! appends the tokens of its own sequences, so that it need not wait for the launch that appends
 //! the others'.
@@ -98,9 +104,10 @@ impl Attentions {
         };
         let whole = Task::whole(problem, true);
         let consider = |family, problem: &Problem| -> Result<Choice, Rejection> {
-            consider(family, &Call::new(problem, device, options))
+            let typical = problem.batch_invariant.then(|| problem.typical());
+            consider(family, &Call::new(typical.as_ref().unwrap_or(problem), device, options))
         };
-        let steps = consider(step, problem);
+        let steps = may_be_steps(problem).and_then(|()| consider(step, problem));
         let decided = decision(step, &steps);
         // Kernels do not append by slot_mapping; a launch before them does.
         let appends = !pages.slots && !problem.reads_pages_only();
@@ -122,9 +129,14 @@ impl Attentions {
             return Self { chosen: vec![all], decisions };
         }
         let few = Few::of(problem, pages, |problem| consider(step, problem));
-        let Some(few) = few.filter(|few| few.lengths.come_apart(problem, &prompt, device)) else {
-            let all = Attention { problem: read, choice: prompt, task };
-            return Self { chosen: vec![all], decisions };
+        let come_apart =
+            |few: &Few| problem.batch_invariant || few.lengths.come_apart(problem, &prompt, device);
+        let Some(few) = few.filter(come_apart) else {
+            let chosen = match problem.batch_invariant {
+                true => Vec::new(),
+                false => vec![Attention { problem: read, choice: prompt, task }],
+            };
+            return Self { chosen, decisions };
         };
         let mixed = Mixed { problem: &read, few, prompt, task };
         let chosen = mixed.attentions(device, options, appends);
@@ -149,7 +161,10 @@ impl Attentions {
             outcome.ok().map(|choice| (problem, choice))
         };
         let quantized = problem.quantized.is_some();
-        let in_place = if quantized { ask(&HopperPagedQuantized, problem.clone()) } else { None };
+        let in_place = match quantized && !problem.batch_invariant {
+            true => ask(&HopperPagedQuantized, problem.clone()),
+            false => None,
+        };
         in_place.or_else(|| {
             let numbers = if quantized { problem.dequantized().ok()? } else { problem.clone() };
             // Sequences of few tokens are not worth a copy of their keys.
@@ -159,8 +174,37 @@ impl Attentions {
                 &HopperPaged { divides: true }
             };
             let families = [hopper, &TiledPaged];
-            families.into_iter().find_map(|family| ask(family, numbers.clone()))
+            let first = usize::from(problem.batch_invariant);
+            families[first..].iter().find_map(|family| ask(*family, numbers.clone()))
         })
+    }
+}
+
+/// Rows of the tiles of decode kernels.
+const ROW_TILES: [usize; 4] = [8, 16, 32, 64];
+
+/// Tokens up to which a sequence of a batch-invariant call has the decode kernel: those of the
+/// smallest tile that holds one, so that the tile does not depend on the call's bound.
+fn step_tokens(p: &Problem) -> usize {
+    let group = p.q_heads / p.kv_heads;
+    let rows = ROW_TILES.into_iter().find(|rows| *rows >= group).unwrap_or(group);
+    rows / group
+}
+
+/// Why a batch-invariant call cannot leave all sequences to the decode kernel.
+fn may_be_steps(p: &Problem) -> Result<(), Rejection> {
+    if !p.batch_invariant {
+        return Ok(());
+    }
+    if p.latent || p.tree_mask || p.head_size > LARGEST_DECODE_HEAD {
+        return Err(Rejection::Argument { name: "batch_invariant" });
+    }
+    match step_tokens(p) {
+        most if p.q_len > most => {
+            let max = (most * p.q_heads / p.kv_heads) as u32;
+            Err(Rejection::Rows { got: p.packed_rows(), max })
+        }
+        _ => Ok(()),
     }
 }
 
@@ -181,8 +225,8 @@ impl Few {
         pages: Pages,
         consider: impl Fn(&Problem) -> Result<Choice, E>,
     ) -> Option<Self> {
-        const ROW_TILES: [usize; 4] = [8, 16, 32, 64];
         let tokens = ROW_TILES.map(|rows| (rows * p.kv_heads / p.q_heads).max(1));
+        let tokens = if p.batch_invariant { vec![step_tokens(p)] } else { tokens.to_vec() };
         let candidates =
             tokens.into_iter().filter(|&tokens| tokens < p.q_len).filter_map(|tokens| {
                 let new_len = if p.reads_pages_only() { 0 } else { tokens };
@@ -195,6 +239,7 @@ impl Few {
                 let few =
                     problem.derive(|call| ProblemFields { batch: lengths.few, ..call }).ok()?;
                 let own = consider(&few).ok().filter(|choice| choice.kernel.splits == 1);
+                let own = own.filter(|_| !p.batch_invariant);
                 Some(Self { problem, choice: own.unwrap_or(of_batch), lengths })
             });
         candidates.reduce(|small, large| {
@@ -245,7 +290,10 @@ impl Mixed<'_> {
             Order::Decode
         };
         let Order::Prefill { blocks } = order else {
-            let task = Task { appended: !(appends && concurrent), concurrent, ..task };
+            // A kernel that appends attends to its new rows last. So it does in all batch-invariant
+            // calls, or in none.
+            let by_itself = concurrent || problem.batch_invariant;
+            let task = Task { appended: !(appends && by_itself), concurrent, ..task };
             return vec![Attention { problem: few, choice, task }, many(None)];
         };
         let few = |task| Attention { problem: few, choice, task };

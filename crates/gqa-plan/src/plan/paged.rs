@@ -24,6 +24,7 @@
 //! them or takes them apart, and they are contiguous.
 
 use super::build::{element, find, launch, page_steps, pages_strides, tensor, u32_of};
+use super::cascade::refusals;
 use super::contiguous::Composed;
 use super::device::DeviceInfo;
 use super::families::schedule;
@@ -38,7 +39,7 @@ use super::rows::{Operand, Rows};
 use super::scratch::Scratch;
 use super::tree_mask::Expanded;
 use crate::tensors::TensorId;
-use crate::{DType, Pages, Problem, Result, Sink};
+use crate::{DType, Error, Pages, Problem, Result, Sink};
 use gqa_kernels::params::{PagedGapsParams, PagedParams, Strides, sink};
 use gqa_kernels::prologue::{paged_gaps_grid, paged_grid};
 use gqa_kernels::registry::{Entry, Role};
@@ -98,6 +99,11 @@ pub(super) fn compose(
         let schedule = launches.iter().find_map(schedule).transpose()?;
         let positions = positions(problem, true);
         return Ok(Composed { launches, schedule, decisions, positions });
+    }
+    if problem.batch_invariant {
+        let reasons = refusals(&decisions);
+        let allowed = format!("false, as no such kernel reads blocks where they are: {reasons}");
+        return Err(Error::invalid("batch_invariant", "true", allowed));
     }
     let gathered = Gathered::new(problem, pages, rows, scratch)?;
     if appends || gathered.moved != Arg::Null {

@@ -483,6 +483,9 @@ pub struct ProblemFields {
     pub prefetch_cache: bool,
     /// Over a float8e4m3fn cache, queries and P may be rounded to that type, too.
     pub float8_products: bool,
+    /// The bits of a sequence's results do not depend on the other sequences of the call:
+    /// [`Layer::batch_invariant`](crate::engine::Layer::batch_invariant).
+    pub batch_invariant: bool,
 }
 
 /// Its numbers are never NaN.
@@ -495,7 +498,7 @@ impl Hash for ProblemFields {
         [self.q_len, self.new_len, self.total_len, self.past_capacity, self.capacity].hash(state);
         (self.operator, self.dtype, self.packed, self.window, self.slides, self.quantized)
             .hash(state);
-        (self.latent, self.v_head_size).hash(state);
+        (self.latent, self.v_head_size, self.batch_invariant).hash(state);
         self.strided.hash(state);
         self.pages.hash(state);
     }
@@ -544,6 +547,7 @@ impl ProblemFields {
             lse: false,
             prefetch_cache: false,
             float8_products: false,
+            batch_invariant: false,
         }
     }
 
@@ -573,6 +577,28 @@ impl Problem {
     /// As [`new`](Self::new): the derived call may be larger, by a length that is rounded up.
     pub fn derive(&self, change: impl FnOnce(ProblemFields) -> ProblemFields) -> Result<Self> {
         Self::new(change(self.0.clone()))
+    }
+
+    /// The call by which the kernels of a batch-invariant one are chosen: it has as many sequences
+    /// whatever the call has, and over blocks as many keys. Nothing is launched for it, so that it
+    /// need not be legal.
+    pub(crate) fn typical(&self) -> Self {
+        /// A decode step of them reads memory with most SMs, and more of them with all.
+        const SEQUENCES: usize = 8;
+        /// Keys of a sequence over blocks.
+        const KEYS: usize = 8192;
+        let call = ProblemFields { batch: SEQUENCES, ..self.0.clone() };
+        let Some(pages) = self.pages else { return Self(call) };
+        let per_sequence = KEYS.div_ceil(pages.block_size.max(1));
+        let pages = Pages {
+            tokens: SEQUENCES * self.q_len,
+            blocks: SEQUENCES * per_sequence,
+            per_sequence,
+            ..pages
+        };
+        let (total_len, past_capacity, capacity) = (KEYS, KEYS, KEYS);
+        let pages = Some(pages);
+        Self(ProblemFields { pages, total_len, past_capacity, capacity, ..call })
     }
 
     /// The same call on tensors in device memory that are not contiguous.

@@ -62,7 +62,7 @@ pub(in crate::plan) fn in_parts(kernel: &Kernel, call: &Call<'_>) -> Option<Kern
     const MOST: usize = 65_535;
     let (p, device, options) = (call.problem, call.device, call.options);
     let is_forced = options.splits.is_some() || options.cluster.is_some() || call.forced.is_some();
-    if is_forced || !(2..=kernels::MOST_DIVIDED as usize).contains(&p.batch) {
+    if is_forced || p.batch_invariant || !(2..=kernels::MOST_DIVIDED as usize).contains(&p.batch) {
         return None;
     }
     let entry = decode::in_halves(kernel, device).unwrap_or(*kernel).entry;

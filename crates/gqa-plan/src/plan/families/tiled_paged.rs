@@ -37,7 +37,7 @@ impl Family for TiledPaged {
         requirements::blocks_of(call.problem, kernels::LEAST_BLOCK)?;
         let entry = select::smallest(self, call)?;
         requirements::narrow_output(call.problem)?;
-        if call.options.force.is_none() {
+        if call.options.force.is_none() && !call.problem.batch_invariant {
             suits(call)?;
         }
         Ok(Kernel::whole(entry))
