@@ -6,7 +6,9 @@ use crate::scores::Scores;
 use gqa_host::driver::{Device, DeviceTensor, DeviceView, LoadedPlan, Stream, Views, Workspace};
 use gqa_host::engine::{External, Heads, LatentHeads, Layer, Paged, Rope};
 use gqa_host::plan::{DeviceInfo, PlanOptions, Planner, TensorId, TensorSpec};
-use gqa_host::{DType, Problem, QuantFormat, Quantization, RowStrides, Scales, Strided, Tensor};
+use gqa_host::{
+    DType, Error, Problem, QuantFormat, Quantization, RowStrides, Scales, Strided, Tensor,
+};
 use pyo3::prelude::*;
 use std::collections::HashMap;
 use std::ffi::c_void;

@@ -14,6 +14,8 @@ pub struct Scores {
     /// Keys before and behind a row's place that it sees; negative: no bound. Causal calls have 0
     /// behind.
     pub window: [i64; 2],
+    /// Whether a sequence's bits must not depend on the others.
+    pub batch_invariant: bool,
 }
 
 impl Scores {
@@ -35,6 +37,7 @@ impl Scores {
         if self.behind() != Some(0) {
             layer = layer.bidirectional();
         }
-        layer.sink(if sinks { Sink::PerHead } else { Sink::None })
+        let layer = layer.sink(if sinks { Sink::PerHead } else { Sink::None });
+        if self.batch_invariant { layer.batch_invariant() } else { layer }
     }
 }

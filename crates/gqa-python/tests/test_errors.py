@@ -121,6 +121,7 @@ def test_flags_are_true_or_false(wrong):
         ({"append": 3, "cache_seqlens": 2, "alibi_slopes": np.zeros(3)}, "alibi_slopes"),
         ({"k_cache": np.zeros((2, 5, 2, 16), np.int8)}, "k_cache"),
         ({"k_descale": np.ones(1, np.float32)}, "k_descale"),
+        ({"batch_invariant": True}, "batch_invariant"),
         ({"tree_mask": np.zeros((2, 3), np.int64)}, "causal"),
         ({"tree_mask": np.zeros((2, 3), int), "causal": True, "window_size": (4, 0)}, "causal"),
         ({"tree_mask": np.zeros((2, 4), np.int64), "causal": True}, "tree_mask"),

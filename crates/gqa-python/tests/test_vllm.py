@@ -3,6 +3,7 @@ on the CPU for the other, as in test_emulated.py; outputs are compared with the 
 
 import contextlib
 import dataclasses
+import functools
 import importlib
 import importlib.metadata
 import sys
@@ -714,6 +715,41 @@ class WhatItSays(unittest.TestCase):
             ):
                 says_why = of(512, bfloat16, cache, 16, False, sink, False, False, gpu)
                 self.assertIn("heads of 512 have", says_why)
+
+    def test_batch_invariance(self):
+        with mock.patch.object(vllm, "BATCH_INVARIANT", True), backend() as module:
+            self.assertTrue(module.Backend.supports_batch_invariance())
+            make = functools.partial(module.Impl, 8, 64, 0.1, 2)
+            self.assertTrue(make().batch_invariant)
+            for named in ({"attn_type": "encoder_only"}, {"alibi_slopes": [0.5] * 8}):
+                with self.assertRaisesRegex(ValueError, "^VLLM_BATCH_INVARIANT: got 1; "):
+                    make(**named)
+        with backend() as module:
+            self.assertFalse(module.Impl(8, 64, 0.1, 2).batch_invariant)
+
+    def test_kernels_of_batch_invariant_steps_do_not_depend_on_the_batch(self):
+        scores = _flash.Scores(0.1, 0.0, (-1, 0), None, None, True)
+        sizes = _flash.Sizes("bfloat16", 32, 8, 128, scores, False)
+
+        def kernels(sequences, most, longest, blocks=400, rows=16):
+            numbers = (blocks, rows, 512), most, longest, None, True, True, False, False
+            tokens = sequences + most - 1
+            others = None, None, None, None, False, True
+            return emulated._gqa.Call.paged(sizes, sequences, tokens, *numbers, *others).kernels(
+                "h200"
+            )
+
+        step = kernels(1, 1, 100)
+        self.assertEqual(len(step), 1)
+        for sequences, longest in ((2, 100), (64, 8000), (512, 300)):
+            self.assertEqual(kernels(sequences, 1, longest), step)
+        chunk = kernels(1, 100, 100)
+        self.assertEqual(chunk[0], step[0])
+        self.assertIn("tiled_paged", chunk[1])
+        for sequences, most in ((1, 3), (9, 2000), (300, 70)):
+            self.assertEqual(kernels(sequences, most, 4000), chunk)
+        with self.assertRaisesRegex(ValueError, "^batch_invariant: got true; allowed: false"):
+            kernels(4, 1, 100, rows=48)
 
     def test_blocks_of_all_sizes_are_read_in_place(self):
         with backend() as module:

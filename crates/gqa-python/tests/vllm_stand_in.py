@@ -15,6 +15,7 @@ LAYOUT = "NHD"
 GROUP = None
 COMBINE = None
 CONFIG = None
+BATCH_INVARIANT = False
 _M = TypeVar("_M")
 
 
@@ -148,6 +149,7 @@ def installed(version="0.26.0", backends=Backends, others=None):
     """While it lasts, `import vllm` finds this, with other modules by their names."""
     modules = {
         "vllm": {"__version__": version},
+        "vllm.envs": {"VLLM_BATCH_INVARIANT": BATCH_INVARIANT},
         "vllm._custom_ops": {"reshape_and_cache_flash": reshape_and_cache_flash},
         "vllm.config": {"get_current_vllm_config_or_none": lambda: CONFIG},
         "vllm.distributed": {},

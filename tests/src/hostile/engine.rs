@@ -56,7 +56,7 @@ fn layer(mut layer: Layer, draw: &mut Draw) -> Layer {
         let format = draw.of(&QuantFormat::ALL);
         let scales =
             draw.of(&[Scales::PerTensor, Scales::PerHead, Scales::PerChannel, Scales::PerToken]);
-        layer = match draw.below(8) {
+        layer = match draw.below(9) {
             0 => layer.scale(draw.float()),
             1 => layer.softcap(draw.float()),
             2 => layer.window(draw.size(8)),
@@ -64,6 +64,7 @@ fn layer(mut layer: Layer, draw: &mut Draw) -> Layer {
             4 => layer.sink(draw.of(&[Sink::None, Sink::Zero, Sink::PerHead])),
             5 => layer.rope(Rope::new(dim, positions).offset(draw.of(&[0, 0, 8, 48, dim]))),
             6 => layer.qk_norm(draw.float()),
+            7 => layer.batch_invariant(),
             _ => layer.quantized(Quantization { format, scales }),
         };
     }

@@ -2589,6 +2589,7 @@ fn set(p: &mut ProblemFields, field: usize, value: usize) {
             (p.packed, p.quantized, p.qk_norm) = (false, None, None);
         }
         34 => p.rotary = p.rotary.map(|rotary| Rotary { offset: value % 20 * 8, ..rotary }),
+        35 => p.batch_invariant = !p.batch_invariant,
         _ => p.float8_products = !p.float8_products,
     }
 }
@@ -2807,7 +2808,7 @@ fn whatever_passes_its_check_stays_inside_its_tensors() {
     use proptest::prelude::*;
     let (calls, device) =
         (problems().chain(latents()).collect::<Vec<_>>(), ["h200", "a100", "v100"].map(device));
-    let changes = proptest::collection::vec((0..36usize, 0..100_000usize), 1..5);
+    let changes = proptest::collection::vec((0..37usize, 0..100_000usize), 1..5);
     let config = ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(20_000) };
     let (planned, passed) = (std::cell::Cell::new(0), std::cell::Cell::new(0));
     let mut runner = proptest::test_runner::TestRunner::new(config);

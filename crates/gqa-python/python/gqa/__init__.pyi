@@ -209,7 +209,7 @@ def flash_attn_with_kvcache(
     num_splits: int = 0, return_softmax_lse: Literal[False] = False,
     *, s_aux: Array | None = None, tree_mask: Array | None = None, k_descale: Array | None = None,
     v_descale: Array | None = None, scheduler_metadata: Array | None = None,
-    out: _A | None = None,
+    out: _A | None = None, batch_invariant: bool = False,
 ) -> _A: ...
 @overload
 def flash_attn_with_kvcache(
@@ -223,7 +223,7 @@ def flash_attn_with_kvcache(
     *, return_softmax_lse: Literal[True], s_aux: Array | None = None,
     tree_mask: Array | None = None, k_descale: Array | None = None, v_descale: Array | None = None,
     scheduler_metadata: Array | None = None,
-    out: _A | None = None,
+    out: _A | None = None, batch_invariant: bool = False,
 ) -> tuple[_A, _A]: ...
 def merge_states(outputs: Iterable[_A], log_sum_exps: Iterable[Array]) -> tuple[_A, _A]: ...
 def get_scheduler_metadata(

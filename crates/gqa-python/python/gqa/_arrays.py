@@ -427,6 +427,7 @@ def with_kvcache(
     descales: Sequence[Any] = (),
 ) -> tuple[Any, ...]:
     _cpu.no_descales(descales)
+    _cpu.no_invariance(scores, "for arrays that are not torch's")
     work = _Work(q)
     q = work.heads("q", q)
     caches = work.pair(("k_cache", "v_cache"), cache, q, 4)

@@ -88,6 +88,12 @@ def _shared(array: Any) -> Any:
     return plain(array.detach()) if _is_torch(array) else array
 
 
+def no_invariance(scores: "Scores", where: str) -> None:
+    """Errs where results may depend on the batch."""
+    if scores.batch_invariant:
+        raise invalid("batch_invariant", True, f"False {where}")
+
+
 def no_descales(descales: Sequence[Array | None]) -> None:
     """Errs where there are scales of a quantized KV cache."""
     for name, scale in zip(("k_descale", "v_descale"), descales):
@@ -190,6 +196,7 @@ def with_kvcache(
     out: Array | None = None,
 ) -> tuple[Any, Any]:
     no_descales(descales)
+    no_invariance(scores, "on the CPU")
     batch = q.shape[0]
     arrays = {
         "k_cache": cache[0],

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gqa import _fallback, _gqa, _launch, _quantized, _steps, _strides
-from gqa._cpu import check_in_memory
+from gqa._cpu import check_in_memory, no_invariance
 from gqa._errors import invalid, mistyped
 from gqa._flash import Metadata, Places, Scores, Step, _shape, block_size
 from gqa._launch import ELEMENTS, Planned, Tensors, filled, keeps, launches, plan, rising, run
@@ -153,6 +153,7 @@ def with_kvcache(
     if in_place and _rotates(rope, q.shape[1], scores):
         given = q, cache, new, rope, places, scores, want_lse, step, tree, out
         return _over_blocks(*given, _schedule(schedule, q))
+    no_invariance(scores, "where kernels do not read the caches in place")
     return _over_rows(q, cache, new, rope, places, scores, want_lse, tree, out)
 
 

@@ -24,6 +24,8 @@ class Scores(NamedTuple):
     # Arrays, or None.
     slopes: Any
     sinks: Any
+    # Whether a sequence's bits must not depend on the others.
+    batch_invariant: bool = False
 
 
 class Sizes(NamedTuple):
@@ -355,6 +357,7 @@ def flash_attn_with_kvcache(
     v_descale: Array | None = None,
     scheduler_metadata: Array | None = None,
     out: Array | None = None,
+    batch_invariant: bool = False,
 ) -> Any:
     """Attention over a KV cache, to which k and v are appended in place first.
 
@@ -382,6 +385,10 @@ def flash_attn_with_kvcache(
 
     ``scheduler_metadata`` is what :func:`get_scheduler_metadata` returned for these lengths: the
     kernels need not divide the keys again. It never changes the result.
+
+    With ``batch_invariant``, in torch's tensors on a GPU, the bits of a sequence's output do not
+    depend on the other sequences: a sequence with the same rows of q, keys and options has the same
+    bits in any batch. Calls for which that does not hold are errors.
     """
     new_or_none, lengths = (k, v, rotary_cos, rotary_sin), (cache_seqlens, block_table)
     scales = k_descale, v_descale
@@ -390,12 +397,13 @@ def flash_attn_with_kvcache(
     want_lse = flag("return_softmax_lse", return_softmax_lse)
     unusual = cache_batch_idx is not None or cache_leftpad is not None or want_lse
     unusual = unusual or alibi_slopes is not None or s_aux is not None or tree_mask is not None
-    unusual = unusual or out is not None
+    unusual = unusual or out is not None or flag("batch_invariant", batch_invariant)
     key, earlier = (None, None) if unusual else _earlier(arguments, numbers, window_size)
     if earlier is not None:
         return earlier
     _check(4, q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, out=out)
     scores = _scores(q, softmax_scale, softcap, causal, window_size, alibi_slopes, s_aux)
+    scores = scores._replace(batch_invariant=batch_invariant)
     places = Places(cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
     _check_places(places)
     _check_tree_mask(tree_mask, q, scores)

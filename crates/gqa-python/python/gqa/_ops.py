@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from gqa import _fallback, _flash, _launch
+from gqa._cpu import no_invariance
 
 merge = _fallback.merge
 
@@ -58,6 +59,7 @@ def with_kvcache(
     descales: tuple[Tensor | None, Tensor | None] = (None, None),
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
+    no_invariance(scores, "in what torch.compile compiles")
     k, v = new or (None, None)
     cos, sin, interleaved = rope or (None, None, False)
     lengths, *others = places

@@ -10,7 +10,7 @@ from gqa.vllm import check_release, name
 
 check_release()
 
-from vllm import _custom_ops
+from vllm import _custom_ops, envs
 from vllm.config import get_current_vllm_config_or_none
 from vllm.v1.attention.backend import (
     AttentionBackend,
@@ -110,6 +110,10 @@ class Backend(AttentionBackend):
 
     @classmethod
     def supports_per_head_quant_scales(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
         return True
 
     @classmethod
@@ -242,6 +246,10 @@ class Impl(AttentionImpl):
             self._combine = _context.combiner()
         # Kernels read blocks, and write the output.
         self._is_plain = not (self.encodes or self.gathers or self._combine)
+        self.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
+        if self.batch_invariant and not self._is_plain:
+            allowed = "0, but for causal attention of decoders over one KV cache without ALiBi"
+            raise invalid("VLLM_BATCH_INVARIANT", 1, allowed)
         self._most_scratch = _most_scratch(num_kv_heads, head_size)
         self._limits = _limits()
         self._scores: Optional[Scores] = None
@@ -273,6 +281,8 @@ class Impl(AttentionImpl):
         if attn_metadata is None:
             return self._profiled(output)
         step = attn_metadata
+        if self.batch_invariant and not step.causal:
+            raise invalid("VLLM_BATCH_INVARIANT", 1, "0 where a step is not causal")
         if not (self._is_plain and step.causal):
             n = step.num_actual_tokens
             output[:n] = self._otherwise(layer, step, (query[:n], key, value), kv_cache)
@@ -315,7 +325,8 @@ class Impl(AttentionImpl):
             if sinks is not None:
                 sinks = _cuda._aligned(sinks.to(device=query.device, dtype=query.dtype))
             window = self.window[0], 0
-            self._scores = Scores(self.scale, self.softcap, window, None, sinks)
+            of_all = self.scale, self.softcap, window, None
+            self._scores = Scores(*of_all, sinks, self.batch_invariant)
         has_sinks = self._scores.sinks is not None
         self._has_others = self.is_float8 or has_sinks
         numbers = self.num_heads, self.scale, self.softcap, self.window, has_sinks
