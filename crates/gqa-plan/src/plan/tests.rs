@@ -1971,6 +1971,78 @@ fn arguments_lie_inside_their_tensors() {
     assert!(launches > 1500, "{launches}");
 }
 
+/// What decides the bits of a sequence's results: kernels, clusters, and parts of the keys.
+fn deciding(p: &Problem, gpu: &str) -> Option<Vec<(&'static str, u32, u32)>> {
+    let plan = plan(p, &device(gpu), &PlanOptions::default()).ok()?;
+    let attends = plan.launches().iter().filter(|launch| launch.entry.role.leads());
+    let deciding = |launch: &Launch| {
+        let is_step = launch.entry.name.contains("decode");
+        let partials = launch.entry.arguments.iter().position(|name| *name == "partial_out");
+        let splits = match partials.map(|number| launch.args[number]) {
+            Some(Arg::Workspace { .. }) if is_step => launch.grid[0] / launch.cluster,
+            _ => 1,
+        };
+        (launch.entry.name, launch.cluster, splits)
+    };
+    Some(attends.map(deciding).collect())
+}
+
+/// The kernels of a batch-invariant call do not depend on how many sequences there are, nor over a
+/// paged KV cache on their bounds.
+#[test]
+fn batch_invariant_kernels_are_those_of_any_batch() {
+    let invariant = |p: Problem| with(p, |p| p.batch_invariant = true);
+    for gpu in ["h200", "a100", "rtx-4090"] {
+        for codes in [None, Some(CODES[0])] {
+            let of = |p: Problem| match codes {
+                Some(how) => quantized(p, how),
+                None => p,
+            };
+            let paged = |batch, s, past| deciding(&invariant(of(over_blocks(batch, s, past))), gpu);
+            let (step, prompt) = (paged(1, 1, 100).unwrap(), paged(1, 70, 100).unwrap());
+            assert!(
+                step.len() == 1 && prompt.len() == 2 && prompt.contains(&step[0]),
+                "{prompt:?}"
+            );
+            for (batch, past) in [(2, 0), (3, 40_000), (64, 2100), (700, 300)] {
+                assert_eq!(paged(batch, 1, past).as_ref(), Some(&step), "{gpu} {batch} x {past}");
+                assert_eq!(paged(batch, 3, past).as_ref(), Some(&prompt), "{gpu} {batch} x {past}");
+                let long = paged(batch, 2000, past);
+                assert_eq!(long.as_ref(), Some(&prompt), "{gpu} {batch} x {past}");
+            }
+            for (s, past) in [(1, 100), (1, 8191), (4, 4000), (16, 500), (100, 900), (3000, 0)] {
+                let dense = |batch| {
+                    let p = with(llama(s, past), |p| p.batch = batch);
+                    deciding(&invariant(of(p)), gpu).unwrap()
+                };
+                for batch in [2, 9, 64, 500] {
+                    assert_eq!(dense(batch), dense(1), "{gpu} {s} after {past}, {batch}");
+                }
+            }
+        }
+    }
+    // They would be others.
+    let usual = |batch| {
+        let p = with(llama(1, 8191), |p| p.batch = batch);
+        deciding(&p, "h200")
+    };
+    assert_ne!(usual(1), usual(64));
+    assert_ne!(
+        deciding(&over_blocks(1, 1, 100), "h200"),
+        deciding(&over_blocks(64, 1, 2100), "h200")
+    );
+    let error = |p: Problem| {
+        let planned = plan(&invariant(p), &device("h200"), &PlanOptions::default());
+        planned.unwrap_err().to_string()
+    };
+    let odd = with_pages(over_blocks(8, 1, 500), |pages| Pages { block_size: 48, ..pages });
+    let trees = with(over_blocks(8, 1, 500), |p| (p.tree_mask, p.causal) = (true, false));
+    for p in [odd, trees] {
+        let told = error(p);
+        assert!(told.starts_with("batch_invariant: got true; allowed: false"), "{told}");
+    }
+}
+
 /// The kernel that makes a schedule, and those that read it, stay within it; other plans have none.
 #[test]
 fn schedules_belong_to_steps_that_divide_keys() {
