@@ -1,5 +1,5 @@
-//! The simulated GPU with batch-invariant calls over a paged KV cache: each sequence of a call also
-//! runs alone, with tighter bounds, and must have the same bits.
+//! The simulated GPU with batch-invariant calls: each sequence of a call also runs alone, over a
+//! paged KV cache with tighter bounds, and must have the same bits.
 
 use gqa_host::backend::sim::Sim;
 use gqa_host::backend::{Backend, Io, Machine};
@@ -43,6 +43,49 @@ impl Alone {
 
     fn plan(&self, problem: &Problem) -> Result<Plan> {
         plan(problem, &self.device, &PlanOptions::default())
+    }
+
+    /// The output of batch entry `b` by itself, where each has a cache of its own.
+    fn entry(&self, problem: &Problem, io: &Io<'_>, b: usize) -> Result<Tensor> {
+        let own = problem.derive(|call| ProblemFields { batch: 1, ..call })?;
+        let of_entry = |id: TensorId, tensor: &Tensor| match id.spec(&own) {
+            Some(spec) if spec.shape != tensor.shape() => rows(tensor, b, 1),
+            _ => tensor.clone(),
+        };
+        let slices = io.inputs.iter().map(|(id, given)| (id, of_entry(id, given)));
+        let slices = slices.collect::<Vec<_>>();
+        let inputs = slices.iter().map(|(id, slice)| (*id, slice)).collect();
+        let mut output = of_entry(TensorId::Output, io.output);
+        let mut keys = of_entry(TensorId::PresentKey, io.present_key);
+        let mut values = of_entry(TensorId::PresentValue, io.present_value);
+        let mut scales = io.row_scales.as_ref().map(|[k, v]| [rows(k, b, 1), rows(v, b, 1)]);
+        let mut weights = io.output_qk.as_ref().map(|tensor| rows(tensor, b, 1));
+        let mut lse = io.lse.as_ref().map(|tensor| rows(tensor, b, 1));
+        let mut io = Io {
+            inputs,
+            output: &mut output,
+            present_key: &mut keys,
+            present_value: &mut values,
+            row_scales: scales.as_mut().map(|scales| scales.each_mut()),
+            output_qk: weights.as_mut(),
+            lse: lse.as_mut(),
+        };
+        self.sim.execute(&self.plan(&own)?, &mut io)?;
+        Ok(output)
+    }
+
+    fn run_entries(&self, problem: &Problem, io: &mut Io<'_>) -> Result<()> {
+        let alone = (0..problem.batch).map(|b| self.entry(problem, io, b));
+        let alone = alone.collect::<Result<Vec<_>>>()?;
+        self.sim.execute(&self.plan(problem)?, io)?;
+        let differs = |(b, own): &(usize, &Tensor)| rows(io.output, *b, 1).bytes() != own.bytes();
+        match alone.iter().enumerate().find(differs) {
+            Some((b, _)) => {
+                let got = format!("another output of entry {b}");
+                Err(Error::invalid("batch_invariant", got, "that of the entry alone"))
+            }
+            None => Ok(()),
+        }
     }
 
     /// The output of sequence `b` by itself, and its log-sum-exps.
@@ -129,6 +172,9 @@ impl Backend for Alone {
 
     fn run(&self, problem: &Problem, io: &mut Io<'_>) -> Result<()> {
         let problem = invariant(problem)?;
+        if problem.pages.is_none() {
+            return self.run_entries(&problem, io);
+        }
         let starts = integers(io.inputs.need(TensorId::CumulativeSequenceLength)?);
         let sequences = starts.windows(2).enumerate().map(|(b, bounds)| {
             let [start, end] = [bounds[0], bounds[1]].map(|token| token as usize);

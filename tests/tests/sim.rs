@@ -6,8 +6,8 @@ use gqa_host::plan::{DeviceInfo, PlanOptions};
 use gqa_host::{DType, Problem};
 use gqa_kernels::registry::{Entry, Family};
 use gqa_tests::{
-    Case, any_dtype, case, every_entry, half_dtype, heads_in, heads_up_to, is_of_attention, parity,
-    prompts, quantized_output, quantized_steps, sliding, steps,
+    Alone, Case, any_dtype, case, every_entry, half_dtype, heads_in, heads_up_to, is_of_attention,
+    parity, prompts, quantized_output, quantized_steps, sliding, steps,
 };
 use proptest::prelude::*;
 
@@ -19,6 +19,18 @@ fn sim(options: PlanOptions) -> Sim {
 fn as_planned() {
     let cases = case(half_dtype(), heads_up_to(128), 40);
     parity("sim", 800, cases, &sim(PlanOptions::default()));
+}
+
+/// An entry of a batch-invariant call has the same bits alone.
+#[test]
+fn batch_invariant() {
+    for device in ["h200", "a100"] {
+        let alone = Alone::new(DeviceInfo::known(device).expect("a known device"));
+        let cases = case(half_dtype(), heads_up_to(128), 40);
+        parity(&format!("sim, alone, {device}"), 60, cases, &alone);
+        parity(&format!("sim, steps alone, {device}"), 40, steps(300), &alone);
+        parity(&format!("sim, codes alone, {device}"), 20, quantized_steps(300), &alone);
+    }
 }
 
 #[test]
