@@ -120,7 +120,8 @@ fn paged([sequences, tokens, _]: [usize; 3], draw: &mut Draw) -> Paged {
 }
 
 /// Numbers of a layer and of its calls.
-const NUMBERS: [&str; 23] = [
+const NUMBERS: [&str; 24] = [
+    "batch_invariant",
     "dtype",
     "scale",
     "softcap",
