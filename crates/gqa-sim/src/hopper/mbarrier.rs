@@ -35,6 +35,8 @@ pub(super) struct Mbarrier {
     waited: u32,
     /// Whether peers have arrived or stored in the current phase, and in the last completed one.
     peers: [bool; 2],
+    /// The thread whose arrival alone completed the last phase.
+    alone: Option<u32>,
 }
 
 fn misuse<T>(block: &Block, address: u32, what: impl Into<String>) -> Checked<T> {
@@ -69,6 +71,7 @@ fn initialise(block: &mut Block, address: u32, arrivals: u32) -> Checked {
         loaded: 0,
         waited: 0,
         peers: [false; 2],
+        alone: None,
     };
     block.hopper.mbarriers.insert(address, fresh);
     Ok(())
@@ -213,6 +216,8 @@ fn arrive(block: &mut Block, address: u32, bytes: u32) -> Checked {
     find(block, address)?.count_arrival(thread, address, bytes)?;
     let clocks = block.shared.clocks().expect("mbarriers need vector clocks");
     let barrier = block.hopper.mbarriers.get_mut(&address).expect("just found");
+    barrier.check_phase(clocks, thread, address)?;
+    barrier.alone = (barrier.count == 1 && barrier.loaded <= barrier.phases).then_some(thread);
     clocks.release(thread, &mut barrier.arrived);
     settle(block, thread, address)
 }
@@ -236,6 +241,18 @@ fn arrive_peer(block: &mut Block, address: u32, bytes: u32) -> Checked {
 }
 
 impl Mbarrier {
+    /// Faults if the thread might as well have arrived in the phase before: then that one would have
+    /// one arrival too many, or complete without another thread's.
+    fn check_phase(&self, clocks: &Clocks, thread: u32, address: u32) -> Checked {
+        let Some(time) = self.phases.checked_sub(1) else { return Ok(()) };
+        let before = Stamp { agent: self.agent, time, ..self.initialised };
+        if self.alone == Some(thread) || clocks.sees(thread, before) {
+            return Ok(());
+        }
+        let what = "an arrival that is not ordered after the completion of the previous phase";
+        refuse(thread, address, what)
+    }
+
     fn count_arrival(&mut self, thread: u32, address: u32, bytes: u32) -> Checked {
         let Some(arrivals) = self.arrivals.checked_sub(1) else {
             return refuse(

@@ -466,6 +466,43 @@ fn more_arrivals_than_a_phase_has() {
     assert!(what.contains("more than 1 arrivals"), "{what}");
 }
 
+/// Threads 0 and 40 arrive twice at a barrier of two arrivals, and wait in between if `waits`.
+fn arrive_twice(seed: u64, waits: bool) -> Result<(), Fault> {
+    outcome(64, seed, |base| {
+        if thread_idx() == 0 {
+            mbarrier_init(base, 2);
+        }
+        sync_threads();
+        if [0, 40].contains(&thread_idx()) {
+            mbarrier_arrive(base);
+            if waits {
+                mbarrier_wait(base, 0);
+            }
+            mbarrier_arrive(base);
+        }
+    })
+}
+
+#[test]
+fn arrivals_that_might_have_come_a_phase_earlier() {
+    for seed in 0..20 {
+        let kind = arrive_twice(seed, false).unwrap_err().kind;
+        assert!(kind.to_string().contains("of the previous phase"), "{kind}");
+        arrive_twice(seed, true).unwrap();
+    }
+}
+
+#[test]
+fn a_thread_that_alone_arrives_need_not_wait() {
+    let thrice = |base| {
+        if thread_idx() == 0 {
+            mbarrier_init(base, 1);
+            (0..3).for_each(|_| mbarrier_arrive(base));
+        }
+    };
+    outcome(32, 0, thrice).unwrap();
+}
+
 /// Thread 0 writes and arrives, thread 40 reads, after a wait if `waits`.
 fn handshake(seed: u64, waits: bool) -> Result<(), Fault> {
     outcome(64, seed, |base| {
