@@ -3,9 +3,9 @@
 use crate::parity::{self, SEED};
 use crate::{
     AttentionCase, Case, Parity, any_dtype, attention_case, biased_prompts, case, external,
-    float8_prompts, half_dtype, heads_up_to, latent, latent_in_place, padded, paged, paged_prompts,
-    paged_steps, prompts, quantized, quantized_output, quantized_prompts, quantized_steps, sliding,
-    steps, tree_steps, trees, wide,
+    float8_prompts, half_dtype, heads_up_to, latent, latent_in_place, packed_rows, padded, paged,
+    paged_prompts, paged_steps, prompts, quantized, quantized_output, quantized_prompts,
+    quantized_steps, sliding, steps, tree_steps, trees, wide,
 };
 use gqa_host::backend::Backend;
 use gqa_host::plan::{DeviceInfo, PlanOptions, plan};
@@ -103,6 +103,9 @@ fn forcing(entry: &Entry) -> [PlanOptions; 3] {
 /// Head sizes of keys and values for a tile that no call of one size takes.
 const WIDE_KEYS: [[usize; 2]; 2] = [[192, 128], [168, 104]];
 
+/// Those of packed keys and values, some with narrower values.
+const PACKED: [[usize; 2]; 4] = [[64, 64], [192, 128], [168, 104], [128, 128]];
+
 /// Any call of the operators.
 fn any_call() -> BoxedStrategy<Rc<dyn Parity>> {
     fn shared<C: Parity + 'static>(case: C) -> Rc<dyn Parity> {
@@ -141,6 +144,7 @@ fn any_call() -> BoxedStrategy<Rc<dyn Parity>> {
         1 => attention_case(half_dtype(), 256, 60).prop_map(AttentionCase::for_flash).prop_map(shared),
         1 => flash.prop_map(|(case, rows)| case.for_masked_flash(rows)).prop_map(shared),
         1 => external(half_dtype(), &WIDE_KEYS, [60, 100]).prop_map(shared),
+        2 => packed_rows(half_dtype(), &PACKED, 100).prop_map(shared),
         1 => latent_in_place(latent(&[[576, 512]], 400), &DeviceInfo::h200()).prop_map(shared),
         1 => wide(100).prop_map(shared),
     ].boxed()

@@ -40,7 +40,7 @@ pub use paged::{
     paged_steps, slow_device, with_gaps, with_some_lse,
 };
 pub use paged_read::{
-    PagedReadCase, Unchecked, cut_off, latent_reads, paged_reads, reads_with_gaps,
+    PagedReadCase, Unchecked, cut_off, latent_reads, packed_rows, paged_reads, reads_with_gaps,
 };
 pub use parity::{Judge, Parity, any_dtype, half_dtype, identical, parity, sequences};
 pub use scheduled::{Made, Scheduled};

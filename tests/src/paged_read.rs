@@ -1,6 +1,6 @@
 //! A random call over a paged KV cache as an engine makes it, and its tensors: one that appends
-//! nothing, of sequences that may bring more tokens than they have keys, or one whose bound on the
-//! tokens of a sequence is too small.
+//! nothing, of sequences that may bring more tokens than they have keys, one whose bound on the
+//! tokens of a sequence is too small, or one over packed keys and values.
 
 use crate::Tolerance;
 use crate::call::{Data, poisoned};
@@ -58,6 +58,8 @@ pub struct PagedReadCase {
     pub bound: Option<usize>,
     /// The cache is a strided view.
     pub view: Option<CacheView>,
+    /// Keys and values are packed.
+    pub rows: Option<Rows>,
     /// Of all data.
     pub seed: u64,
 }
@@ -70,6 +72,15 @@ pub struct CacheView {
     /// Units of 16 bytes that are not the cache's: behind each row of a head, behind as many of
     /// these as there are heads or rows, and behind each block.
     pub apart: [usize; 3],
+}
+
+/// Packed keys and values.
+#[derive(Clone, Copy, Debug)]
+pub struct Rows {
+    /// Elements of a value.
+    pub value_size: usize,
+    /// Rows of no sequence before each one, and behind the last one.
+    pub apart: [usize; 2],
 }
 
 impl CacheView {
@@ -140,6 +151,7 @@ pub fn paged_reads(
                     appends: false,
                     bound: None,
                     view,
+                    rows: None,
                     seed,
                 }
             },
@@ -170,6 +182,55 @@ pub fn latent_reads(
         }
     };
     (paged_reads(dtype, &[16], tokens), heads).prop_map(latent).boxed()
+}
+
+/// Calls over packed keys and values, of these sizes of keys and values. Lengths are often those at
+/// which tiles end.
+pub fn packed_rows(
+    dtype: BoxedStrategy<DType>,
+    sizes: &[[usize; 2]],
+    tokens: usize,
+) -> BoxedStrategy<PagedReadCase> {
+    let length = move || {
+        let edges = [0, 1, 127, 128, 129, tokens];
+        let edges: Vec<_> = edges.into_iter().filter(|&length| length <= tokens).collect();
+        prop_oneof![prop::sample::select(edges), 0..=tokens]
+    };
+    let sequences = prop::collection::vec([length(), length()], 1..=5);
+    let sizes = prop::sample::select(sizes.to_vec());
+    let apart = prop_oneof![2 => Just(0), 1 => 0..=5usize];
+    let packed = |(case, mut sequences, alike, [size, value_size], apart): (
+        PagedReadCase,
+        Vec<[usize; 2]>,
+        bool,
+        [usize; 2],
+        [usize; 2],
+    )| {
+        sequences[0][1] = sequences[0][1].max(1);
+        if alike {
+            sequences.iter_mut().for_each(|[keys, new]| *keys = *new);
+        }
+        // A cache without rows is no call of a kernel's.
+        let apart = [apart[0], apart[1].max(1)];
+        let [query, kv, _] = case.heads;
+        let view = case.view.map(|view| CacheView { heads_outside: false, ..view });
+        PagedReadCase {
+            heads: [query, kv, size],
+            sequences,
+            block_size: 1,
+            quantized: None,
+            tree_mask: false,
+            rotates: false,
+            counts_new: true,
+            window: case.window.filter(|_| case.causal || size == value_size),
+            // Other kernels read a copy of values that lie as keys do.
+            view: view.filter(|_| size != value_size),
+            rows: Some(Rows { value_size, apart }),
+            ..case
+        }
+    };
+    let cases = paged_reads(dtype, &[16], 24);
+    (cases, sequences, any::<bool>(), sizes, [apart.clone(), apart]).prop_map(packed).boxed()
 }
 
 /// These calls with a bound that may be less than a sequence's tokens. Some append: not to a
@@ -216,6 +277,17 @@ impl PagedReadCase {
         view.strides(dtype, [kv_heads, self.block_size, size / per_element])
     }
 
+    /// Strides of packed keys and values, which differ.
+    fn row_strides(&self, view: CacheView, Rows { value_size, .. }: Rows) -> [RowStrides; 2] {
+        let [_, kv, size] = self.heads;
+        let [inside, outside, behind] = view.apart;
+        let of_values = CacheView { apart: [outside, behind, inside], ..view };
+        [(view, size), (of_values, value_size)].map(|(view, size)| {
+            let strides = view.strides(self.dtype, [kv, 1, size]);
+            RowStrides { row: strides.batch, ..strides }
+        })
+    }
+
     fn tokens(&self) -> usize {
         self.sequences.iter().map(|[_, new]| new).sum()
     }
@@ -243,6 +315,10 @@ impl PagedReadCase {
 
     /// Blocks of a sequence, and in all.
     fn blocks(&self) -> [usize; 2] {
+        if let Some(Rows { apart: [before, behind], .. }) = self.rows {
+            let rows = self.sequences.iter().map(|[keys, _]| keys + before).sum::<usize>();
+            return [1, rows + behind];
+        }
         let columns = self.longest().div_ceil(self.block_size) + 1;
         [columns, columns * self.sequences.len() + 2]
     }
@@ -295,7 +371,11 @@ impl Given {
             .sequences
             .iter()
             .map(|&[keys, new]| keys as i32 - if case.counts_new { 0 } else { new as i32 });
-        let (cache, table, held) = Self::cache(case, &mut data);
+        let (table, held) = match case.rows {
+            Some(rows) => Self::rows(case, rows, &mut data),
+            None => Self::table(case, &mut data),
+        };
+        let cache = Self::cache(case, &mut data, &held);
         let scales = case.quantized.map(|how| {
             let most = match how.format {
                 QuantFormat::Int8 => 128.0,
@@ -332,9 +412,30 @@ impl Given {
         }
     }
 
-    /// Keys and values, the block table, and which rows of the blocks are keys.
-    fn cache(case: &PagedReadCase, data: &mut Data) -> ([Tensor; 2], Tensor, Vec<bool>) {
-        let ([_, kv, size], [columns, blocks]) = (case.heads, case.blocks());
+    /// The first row of each sequence of packed keys, and which rows are keys.
+    fn rows(
+        case: &PagedReadCase,
+        Rows { apart, .. }: Rows,
+        data: &mut Data,
+    ) -> (Tensor, Vec<bool>) {
+        let [_, rows] = case.blocks();
+        let (mut held, mut firsts, mut next) = (vec![false; rows], Vec::new(), 0);
+        for [keys, _] in &case.sequences {
+            next += apart[0];
+            let is_outside = case.gaps && data.rng.random::<bool>();
+            let outside = [i32::MIN, -1, rows as i32, i32::MAX];
+            let outside = outside[data.rng.random_range(0..outside.len())];
+            firsts.push(if is_outside { outside } else { next as i32 });
+            held[next..next + keys].fill(!is_outside);
+            next += keys;
+        }
+        let table = Array2::from_shape_vec((firsts.len(), 1), firsts);
+        (table.expect("as many").into(), held)
+    }
+
+    /// The block table, and which rows of the blocks are keys.
+    fn table(case: &PagedReadCase, data: &mut Data) -> (Tensor, Vec<bool>) {
+        let [columns, blocks] = case.blocks();
         let mut order: Vec<_> = (0..blocks as i32).collect();
         order.shuffle(&mut data.rng);
         let mut table = order[..case.sequences.len() * columns].to_vec();
@@ -350,18 +451,26 @@ impl Given {
                 }
             }
         }
-        let mut cache = || {
+        let table = Array2::from_shape_vec((case.sequences.len(), columns), table);
+        (table.expect("as many").into(), held)
+    }
+
+    /// Keys and values.
+    fn cache(case: &PagedReadCase, data: &mut Data, held: &[bool]) -> [Tensor; 2] {
+        let ([_, kv, size], [_, blocks]) = (case.heads, case.blocks());
+        let mut cache = |size| {
             let shape = [blocks, case.block_size, kv, size];
             match case.quantized {
-                Some(how) => data.codes(&shape, how, &held),
-                None => data.held_rows(&shape, 1.0, &held),
+                Some(how) => data.codes(&shape, how, held),
+                None => data.held_rows(&shape, 1.0, held),
             }
         };
-        let keys = cache();
-        let values = if case.latent.is_some() { Tensor::zeros(case.dtype, &[0]) } else { cache() };
-        let cache = [keys, values];
-        let table = Array2::from_shape_vec((case.sequences.len(), columns), table);
-        (cache, table.expect("as many").into(), held)
+        let keys = cache(size);
+        let values = match case.latent {
+            Some(_) => Tensor::zeros(case.dtype, &[0]),
+            None => cache(case.rows.map_or(size, |rows| rows.value_size)),
+        };
+        [keys, values]
     }
 
     /// Output, and log-sum-exps on request, of the call on `backend`.
@@ -408,8 +517,11 @@ impl Parity for PagedReadCase {
 
     fn problem(&self) -> Result<Problem> {
         let [columns, blocks] = self.blocks();
-        let call =
-            Paged::new(self.sequences.len(), self.tokens(), [blocks, self.block_size, columns]);
+        let (sequences, tokens) = (self.sequences.len(), self.tokens());
+        let call = match self.rows {
+            Some(rows) => Paged::in_rows(sequences, tokens, blocks).value_size(rows.value_size),
+            None => Paged::new(sequences, tokens, [blocks, self.block_size, columns]),
+        };
         let call = call.most_tokens(self.bound.unwrap_or(self.most_tokens()));
         let call = call.longest(self.longest());
         let call = if self.appends { call } else { call.appended() };
@@ -417,9 +529,10 @@ impl Parity for PagedReadCase {
         let call = if self.tree_mask { call.tree_mask() } else { call };
         // Rows that have scales lie side by side.
         let by_token = self.quantized.is_some_and(|how| how.scales == Scales::PerToken);
-        let call = match self.view.filter(|_| !by_token) {
-            Some(view) => call.cache_strides(self.strides(view)),
-            None => call,
+        let call = match (self.view.filter(|_| !by_token), self.rows) {
+            (Some(view), Some(rows)) => call.row_strides(self.row_strides(view, rows)),
+            (Some(view), None) => call.cache_strides(self.strides(view)),
+            (None, _) => call,
         };
         self.layer().paged(if self.lse { call.log_sum_exp() } else { call })
     }

@@ -8,11 +8,11 @@ use gqa_host::plan::{DeviceInfo, PlanOptions};
 use gqa_tests::{
     AttentionCase, Case, DECODE_KERNELS, PREFILL_KERNELS, Parity, any_dtype, attention_case,
     biased_prompts, case, every_entry, float8_kernels, float8_prompts, half_dtype, heads_in,
-    heads_up_to, identical, is_of_attention, paged, paged_concurrent, paged_crowds, paged_mixed,
-    paged_prompts, paged_reads, paged_steps, parity, prompts, prompts_of_wide_scores,
+    heads_up_to, identical, is_of_attention, packed_rows, paged, paged_concurrent, paged_crowds,
+    paged_mixed, paged_prompts, paged_reads, paged_steps, parity, prompts, prompts_of_wide_scores,
     prompts_over_float8, quantized, quantized_output, quantized_prompts, quantized_steps,
-    rotated_prompts, sequences, sliding, slow_device, steps, tall_steps, tree_steps, trees,
-    turned_float8_prompts, wide, wide_paged, with_some_lse,
+    reads_with_gaps, rotated_prompts, sequences, sliding, slow_device, steps, tall_steps,
+    tree_steps, trees, turned_float8_prompts, wide, wide_paged, with_some_lse,
 };
 use proptest::prelude::*;
 use replay::{AsGraph, Made, Replay};
@@ -329,6 +329,18 @@ fn tokens_without_a_key() {
     }
     let any = paged_reads(any_dtype(), &[16, 80], 40);
     run("cuda, reads of blocks by general kernels", 200, any, PlanOptions::default());
+}
+
+/// Packed keys and values, with NaN between sequences and after them.
+#[test]
+#[ignore = "needs a GPU"]
+fn packed_keys_and_values() {
+    let alike = packed_rows(half_dtype(), &[[64, 64], [128, 128], [256, 256]], 700);
+    run("cuda, packed", 300, alike.clone(), PlanOptions::default());
+    run("cuda, packed, rows outside", 100, reads_with_gaps(alike), PlanOptions::default());
+    let unlike = [[192, 128], [168, 104], [128, 64], [64, 128]];
+    let unlike = packed_rows(half_dtype(), &unlike, 700);
+    run("cuda, packed, unlike values", 300, unlike, PlanOptions::default());
 }
 
 /// A tree mask: by the decode family, and by all others as a mask over all keys.

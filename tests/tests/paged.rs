@@ -1,19 +1,23 @@
 //! PagedAttention on every back end, against the f64 reference.
 
-use gqa_host::DType;
 use gqa_host::backend::cpu::Cpu;
 use gqa_host::backend::sim::Sim;
-use gqa_host::plan::{DeviceInfo, PlanOptions, plan};
+use gqa_host::backend::{Backend, Io};
+use gqa_host::engine::{Heads, Layer, Paged};
+use gqa_host::plan::{DeviceInfo, PlanOptions, TensorId, Tensors, plan};
+use gqa_host::{DType, Tensor};
 use gqa_tests::{
     Alone, Case, DECODE_KERNELS, Made, PREFILL_KERNELS, PagedCase, Parity, Scheduled, Unchecked,
-    any_dtype, case, copied, cut_off, half_dtype, heads_up_to, in_place, invariant_cases, paged,
-    paged_concurrent, paged_crowd_steps, paged_crowds, paged_in_parts, paged_long, paged_mixed,
-    paged_prompts, paged_reads, paged_steps, parity, quantized, reads_with_gaps, slow_device,
-    steps, with_gaps, with_row_scales, with_some_lse,
+    any_dtype, case, copied, cut_off, half_dtype, heads_up_to, in_place, invariant_cases,
+    packed_rows, paged, paged_concurrent, paged_crowd_steps, paged_crowds, paged_in_parts,
+    paged_long, paged_mixed, paged_prompts, paged_reads, paged_steps, parity, quantized,
+    reads_with_gaps, slow_device, steps, with_gaps, with_row_scales, with_some_lse,
 };
+use ndarray::{Array2, arr1};
 use proptest::prelude::*;
 use proptest::strategy::ValueTree;
 use proptest::test_runner::TestRunner;
+use std::collections::HashSet;
 
 #[test]
 fn on_the_cpu() {
@@ -351,6 +355,111 @@ fn tokens_without_a_key() {
         parity(&format!("sim, {device}, reads of blocks, prompts"), 20, prompts(), &sim);
     }
     parity("sim, reads of blocks by general kernels", 40, of_any(&[16, 80], 8), &Sim::default());
+}
+
+/// Packed keys and values, with NaN between sequences and after them. `hopper_paged` reads them in
+/// place, other kernels a copy.
+#[test]
+fn packed_keys_and_values() {
+    let alike = [[64, 64], [128, 128], [256, 256]];
+    let unlike = [[192, 128], [168, 104], [128, 64], [64, 128]];
+    let sim = |name| Sim::default().with_device(known(name));
+    let any = packed_rows(any_dtype(), &[[64, 64], [80, 80]], 40);
+    parity("cpu, packed", 400, any.clone(), &Cpu::default());
+    let narrow = packed_rows(any_dtype(), &[[48, 24], [192, 128], [32, 64]], 40);
+    parity("cpu, packed, unlike values", 200, narrow, &Cpu::default());
+    parity("sim, a100, packed", 20, any.clone(), &sim("a100"));
+    parity("sim, h200, packed", 20, any, &sim("h200"));
+    let prompts = packed_rows(half_dtype(), &alike, 200);
+    parity("sim, h200, packed prompts", 20, prompts, &sim("h200"));
+    let prompts = packed_rows(half_dtype(), &unlike, 200);
+    parity("sim, h200, packed, unlike values", 30, prompts.clone(), &sim("h200"));
+    let few = DeviceInfo { multiprocessors: 2, ..DeviceInfo::h200() };
+    let few = Sim::default().with_device(few);
+    parity("sim, 2 SMs, packed, unlike values", 20, prompts, &few);
+}
+
+/// Sequences whose first row is no row of the keys have none.
+#[test]
+fn packed_keys_outside() {
+    let any = || reads_with_gaps(packed_rows(any_dtype(), &[[64, 64], [80, 80]], 40));
+    let unlike = || reads_with_gaps(packed_rows(half_dtype(), &[[192, 128], [64, 64]], 150));
+    parity("cpu, packed, outside", 200, any(), &Cpu::default());
+    for device in ["a100", "h200"] {
+        let sim = Unchecked(Sim::default().with_device(known(device)), PlanOptions::default());
+        parity(&format!("sim, {device}, packed, outside"), 30, any(), &sim);
+    }
+    let sim = Unchecked(Sim::default(), PlanOptions::default());
+    parity("sim, h200, packed prompts, outside", 20, unlike(), &sim);
+}
+
+/// Rows that belong to no sequence, or to tokens that are cut off, become 0, and their log-sum-exps
+/// -inf.
+#[test]
+fn packed_rows_of_none() {
+    const TOKENS: usize = 420;
+    let starts = [9, 9, 49, 349, 362];
+    // More rows than a sequence may have, in the third one.
+    let most = 200;
+    let computed = [9..49, 49..249, 349..362].into_iter().flatten();
+    let computed: HashSet<usize> = computed.collect();
+    let few = DeviceInfo { multiprocessors: 2, ..DeviceInfo::h200() };
+    for (size, value_size, lse, force) in [
+        (192, 128, true, None),
+        (192, 128, false, None),
+        (64, 64, true, None),
+        (128, 128, false, Some("gqa_hopper_paged_split_f16_d128")),
+    ] {
+        let layer = Layer::new(DType::F16, Heads { query: 4, kv: 2, size });
+        let call = Paged::in_rows(4, TOKENS, TOKENS).value_size(value_size);
+        let call = call.most_tokens(most).longest(300);
+        let problem = layer.paged(if lse { call.log_sum_exp() } else { call }).unwrap();
+        let filled = |shape: &[usize]| {
+            let count: usize = shape.iter().product();
+            Tensor::from_f32(DType::F16, shape, &vec![1.0; count]).unwrap()
+        };
+        let nan = |dtype, shape: &[usize]| {
+            let mut tensor = Tensor::zeros(dtype, shape);
+            tensor.with_bytes_mut(|bytes| bytes.fill(0xff));
+            tensor
+        };
+        let query = filled(&[TOKENS, 4 * size]);
+        let [mut key, mut value] = [size, value_size].map(|size| filled(&[TOKENS, 1, 2, size]));
+        let lengths: Vec<_> = starts.windows(2).map(|pair| pair[1] - pair[0]).collect();
+        let firsts = Array2::from_shape_vec((4, 1), starts[..4].to_vec()).unwrap();
+        let [starts, lengths]: [Tensor; 2] = [arr1(&starts).into(), arr1(&lengths).into()];
+        let firsts: Tensor = firsts.into();
+        for device in [DeviceInfo::h200(), few.clone()] {
+            let mut output = nan(DType::F16, &problem.output_shape());
+            let mut sums = lse.then(|| nan(DType::F32, &problem.lse_shape()));
+            let inputs = Tensors::default()
+                .with(TensorId::Query, &query)
+                .with(TensorId::SeqlensK, &lengths)
+                .with(TensorId::CumulativeSequenceLength, &starts)
+                .with(TensorId::BlockTable, &firsts);
+            let mut io = Io {
+                inputs,
+                output: &mut output,
+                present_key: &mut key,
+                present_value: &mut value,
+                row_scales: None,
+                output_qk: None,
+                lse: sums.as_mut(),
+            };
+            let options = PlanOptions { force, ..PlanOptions::default() };
+            let sim = Unchecked(Sim::default().with_device(device), options);
+            sim.run(&problem, &mut io).unwrap();
+            let width = 4 * value_size;
+            for (row, columns) in output.to_f64().chunks(width).enumerate() {
+                let wanted = if computed.contains(&row) { 1.0 } else { 0.0 };
+                assert!(columns.iter().all(|&x| (x - wanted).abs() < 1e-2), "{row} {columns:?}");
+            }
+            for (i, sum) in sums.iter().flat_map(Tensor::to_f64).enumerate() {
+                let is_finite = computed.contains(&(i % TOKENS));
+                assert!(if is_finite { sum.is_finite() } else { sum == f64::NEG_INFINITY });
+            }
+        }
+    }
 }
 
 /// A bound that is too small cuts tokens off; those before them are where they would be without it.

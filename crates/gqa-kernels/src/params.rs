@@ -213,9 +213,10 @@ pub struct PagedHopperParams {
     pub tokens: u32,
     /// Blocks of a sequence: columns of block_table.
     pub per_sequence: u32,
-    /// Logarithm of a block's rows, 16 or more.
+    /// Logarithm of a block's rows, 16 or more, or
+    /// [`CONSECUTIVE`](crate::concept::pages::CONSECUTIVE).
     pub log_block_size: u32,
-    /// Blocks of the cache.
+    /// Blocks of the cache; its rows where those of a sequence are consecutive.
     pub blocks: u32,
     /// Sequences with fewer tokens are another launch's.
     pub least: u32,
@@ -595,7 +596,8 @@ pub struct PagedParams {
     pub capacity: u32,
     /// Blocks of the cache.
     pub blocks: u32,
-    /// Rows of a block.
+    /// Rows of a block. [`CONSECUTIVE`](crate::concept::pages::CONSECUTIVE): the rows of a sequence
+    /// are consecutive, and each block of the cache has one.
     pub block_size: u32,
     /// Blocks of a sequence: columns of block_table.
     pub per_sequence: u32,

@@ -126,7 +126,7 @@ tensors! {
     };
     /// block_table
     BlockTable: "block_table", Input, |p| {
-        spec(true, DType::I32, [p.batch, p.pages?.per_sequence])
+        spec(true, DType::I32, [p.batch, p.pages?.columns()])
     };
     /// A division of the keys of a decode step: [`Plan::schedule`](crate::plan::Plan::schedule)
     Schedule: "schedule", Input, |p| {
@@ -151,7 +151,7 @@ tensors! {
     PresentValue: "present_value", Cache, |p| {
         let is_there = p.has_present() && p.has_value_tensors();
         let shape = p.value_cache_shape(p.capacity);
-        Some(spec(is_there, p.value_cache_dtype(), shape)?.strided(p.strided.pages))
+        Some(spec(is_there, p.value_cache_dtype(), shape)?.strided(p.strided.values_of_pages()))
     };
     /// output_qk
     OutputQk: "output_qk", Output, |p| {

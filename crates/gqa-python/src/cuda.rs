@@ -93,6 +93,11 @@ impl Gpu {
         Ok(plan.launches().len())
     }
 
+    /// Whether the plan for a call reads packed keys and values where they are.
+    fn reads_in_place(&self, py: Python<'_>, call: &Call) -> PyResult<bool> {
+        in_place(py.detach(|| self.0.planner.plan(&call.0)))
+    }
+
     /// The plan for a call, with its kernels compiled: with the constants of its layer at once, or
     /// once such calls were launched often.
     #[pyo3(signature = (call, at_once = false))]
@@ -137,6 +142,15 @@ impl Inner {
         let stream = Arc::new(unsafe { Stream::from_raw(&self.device, raw as *mut c_void) }?);
         streams.insert(raw, Arc::clone(&stream));
         Ok(stream)
+    }
+}
+
+/// Whether a plan copies no rows of the cache. Of calls that no kernel takes there is none.
+fn in_place(plan: gqa_host::Result<Arc<gqa_host::plan::Plan>>) -> PyResult<bool> {
+    match plan {
+        Ok(plan) => Ok(!plan.gathers()),
+        Err(gqa_host::Error::NoKernel(_)) => Ok(false),
+        Err(error) => Err(raised(error)),
     }
 }
 
@@ -186,10 +200,16 @@ fn quantization(format: &str, scales: &str) -> PyResult<Quantization> {
 }
 
 /// Strides of batch entries or blocks, rows and heads.
-type Strides = Option<(usize, usize, usize)>;
+type StridesOfOne = (usize, usize, usize);
+/// The same of a tensor that may be contiguous.
+type Strides = Option<StridesOfOne>;
 
 fn strides(strides: Strides) -> Option<RowStrides> {
-    strides.map(|(batch, row, head)| RowStrides { batch, row, head })
+    strides.map(row_strides)
+}
+
+fn row_strides((batch, row, head): StridesOfOne) -> RowStrides {
+    RowStrides { batch, row, head }
 }
 
 /// A call that was checked.
@@ -296,6 +316,33 @@ impl Call {
         layer.paged(call).map(Self).map_err(raised)
     }
 
+    /// Attention over packed keys and values where they are, `key_rows` of all sequences; `values`
+    /// is the head size of these.
+    #[staticmethod]
+    #[expect(clippy::too_many_arguments, reason = "each is a number of the call")]
+    fn in_rows(
+        sizes: Sizes,
+        sequences: usize,
+        tokens: usize,
+        key_rows: usize,
+        most_tokens: usize,
+        longest: usize,
+        values: usize,
+        lse: bool,
+        q: Strides,
+        kv: Option<(StridesOfOne, StridesOfOne)>,
+    ) -> PyResult<Self> {
+        let call = Paged::in_rows(sequences, tokens, key_rows).value_size(values);
+        let call = call.most_tokens(most_tokens.min(tokens)).longest(longest.min(key_rows).max(1));
+        let call = if lse { call.log_sum_exp() } else { call };
+        let call = strides(q).map_or(call, |q| call.query_strides(q));
+        let call = match kv {
+            Some((k, v)) => call.row_strides([k, v].map(row_strides)),
+            None => call,
+        };
+        sizes.layer()?.paged(call).map(Self).map_err(raised)
+    }
+
     /// Multi-head latent attention over a paged latent KV cache that has the new rows, with lengths
     /// that count them: `values` are the leading elements of its rows.
     #[staticmethod]
@@ -328,6 +375,12 @@ impl Call {
         Ok(plan.launches().iter().map(|launch| launch.entry().name).collect())
     }
 
+    /// Whether that GPU would read packed keys and values where they are, likewise.
+    fn reads_in_place(&self, gpu: &str) -> PyResult<bool> {
+        let Some(device) = DeviceInfo::known(gpu) else { return Err(unknown(gpu)) };
+        in_place(Planner::new(device, PlanOptions::default()).plan(&self.0))
+    }
+
     /// Names of the plan's tensors, and how many elements each has, likewise.
     fn tensors(&self, gpu: &str) -> PyResult<Vec<(&'static str, usize)>> {
         let plan = self.planned(gpu)?;
@@ -348,11 +401,13 @@ impl Call {
 
 impl Call {
     fn planned(&self, gpu: &str) -> PyResult<Arc<gqa_host::plan::Plan>> {
-        let Some(device) = DeviceInfo::known(gpu) else {
-            return Err(invalid("gpu", gpu, "the name of a known GPU, such as h200"));
-        };
+        let Some(device) = DeviceInfo::known(gpu) else { return Err(unknown(gpu)) };
         Planner::new(device, PlanOptions::default()).plan(&self.0).map_err(raised)
     }
+}
+
+fn unknown(gpu: &str) -> PyErr {
+    invalid("gpu", gpu, "the name of a known GPU, such as h200")
 }
 
 /// A plan whose kernels are on a GPU.

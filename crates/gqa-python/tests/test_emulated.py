@@ -5,6 +5,7 @@ The cases are those of test_cuda.py. Plans are made by the planner, for an H200.
 
 import contextlib
 import ctypes
+import functools
 import gc
 import itertools
 import threading
@@ -138,6 +139,29 @@ class Planned:
             if want_lse:
                 tensors["lse"][b, :, :some], tensors["lse"][b, :, some:] = lse, -torch.inf
 
+    def in_rows(self, tensors):
+        sequences, tokens, key_rows, most, longest, values, want_lse, by, kv = self.numbers
+        q = tokens_in_memory(tensors["query"], by)
+        names = "present_key", "present_value"
+        k, v = (
+            tokens_in_memory(tensors[name], by) for name, by in zip(names, kv or (None, None))
+        )
+        assert (len(q), len(k), len(v), v.shape[-1]) == (tokens, key_rows, key_rows, values)
+        output = tensors["output"].view(*q.shape[:2], values).zero_()
+        if want_lse:
+            tensors["lse"].fill_(-torch.inf)
+        starts = tensors["cumulative_sequence_length"].tolist()
+        lengths, firsts = (tensors[name].tolist() for name in ("seqlens_k", "block_table"))
+        assert len(lengths) == len(firsts) == sequences
+        for start, end, first, length in zip(starts, starts[1:], firsts, lengths):
+            assert 0 <= first and first + length <= key_rows, (first, length, key_rows)
+            assert length <= max(longest, most) or start == end, (length, longest)
+            seen, written = slice(first, first + length), slice(start, min(end, start + most))
+            out, lse = self.attend(q[start:end], k[seen], v[seen], tensors)
+            output[written] = out[:most]
+            if want_lse and end > start:
+                tensors["lse"][:, written] = lse[:, :most]
+
     def paged(self, tensors):
         _, _, (blocks, size, columns), most, longest, rope, *wanted = self.numbers
         counts_new, no_new, want_lse, has_tree, quantized, *strides, pages, one_each, _ = wanted
@@ -268,6 +292,9 @@ class Gpu:
     def launches(self, call):
         return len(call.call.kernels(Planned.gpu))
 
+    def reads_in_place(self, call):
+        return call.call.reads_in_place(Planned.gpu)
+
 
 class Call:
     """What _gqa.Call is."""
@@ -275,6 +302,7 @@ class Call:
     external = staticmethod(lambda *asked: Planned("external", *asked))
     latent = staticmethod(lambda *asked: Planned("latent", *asked))
     paged = staticmethod(lambda *asked: Planned("paged", *asked))
+    in_rows = staticmethod(lambda *asked: Planned("in_rows", *asked))
 
 
 def earlier(arguments, numbers, window):
@@ -447,6 +475,71 @@ class Emulated(Cases, unittest.TestCase):
                 self.assertFalse(told)
             for cache, other in zip(pair, apart):
                 self.assertTrue(torch.equal(cache, other))
+
+    def test_packed_keys_stay_where_they_are(self):
+        """As MLA's prefill has them, whose keys and values are parts of one tensor: not copied, nor
+        padded. Elsewhere than on Hopper they are."""
+        rows, keys, heads = [70, 0, 129], [40, 3, 200], 4
+        starts, key_starts = (torch.tensor([0, *n]).cumsum(0).int() for n in (rows, keys))
+        bounds = max(rows), max(keys)
+        for size, values, lse, name in (
+            (192, 128, False, "d192_v128"),
+            (192, 128, True, "d192_v128"),
+            (128, 128, True, "d128"),
+            (64, 64, False, "d64"),
+            (64, 64, True, "d64_lse"),
+        ):
+            # Rows of no sequence are behind the others.
+            q = torch.randn(sum(rows) + 5, heads, size, dtype=torch.bfloat16)
+            wide = torch.randn(sum(keys) + 3, heads, size + values + 64, dtype=torch.bfloat16)
+            wide[sum(keys) :] = torch.nan
+            k, v = wide[..., :size], wide[..., size : size + values]
+            for causal in (False, True):
+                named = {"causal": causal, "return_softmax_lse": lse}
+                attend = functools.partial(gqa.flash_attn_varlen_func, q, k, v, **named)
+                call = lambda: attend(starts, key_starts, *bounds)
+                with self.subTest(size=size, lse=lse, causal=causal):
+                    self.assertEqual(self.kernels(call), [f"gqa_hopper_paged_bf16_{name}"])
+                    with Allocations() as memory:
+                        out = call()
+                    room = max(q.shape[0] * heads * values * 2, 4096)
+                    self.assertLessEqual(max(memory.made), room)
+                    out, sums = out if lse else (out, None)
+                    self.assertFalse(out[sum(rows) :].any())
+                    again = attend(starts, key_starts, *bounds, out=torch.empty_like(out))
+                    self.assertTrue(torch.equal(again[0] if lse else again, out))
+                    for b in range(len(rows)):
+                        mine, seen = (slice(*n[b : b + 2].tolist()) for n in (starts, key_starts))
+                        window = (-1, 0) if causal else (-1, -1)
+                        given = q[mine], k[seen], v[seen], window
+                        wanted, wanted_sums = expected(*given)
+                        none = wanted_sums == -torch.inf
+                        self.near(out[mine], wanted.masked_fill(none.T[..., None], 0))
+                        if lse:
+                            self.near_lse(sums[:, mine], wanted_sums)
+        with mock.patch.object(Planned, "gpu", "a100"):
+            kernels = self.kernels(lambda: attend(starts, key_starts, *bounds))
+            self.assertFalse([name for name in kernels if "hopper" in name], kernels)
+
+    def test_packed_keys_that_no_kernel_reads_are_copied(self):
+        starts = torch.tensor([0, 40, 100]).int()
+        q, k, v = (torch.randn(100, 2, 128, dtype=torch.float16) for _ in "qkv")
+        odd = torch.randn(100, 2, 129, dtype=torch.float16)[..., 1:]
+        shared = k[:1].expand(100, -1, -1)
+        for given, others in (
+            ((q, odd, v), {}),
+            ((q, shared, v), {}),
+            ((q, k, v), {"window_size": (7, 5)}),
+            ((q, k, v), {"window_size": (7, -1)}),
+            ((q, k, v), {"alibi_slopes": torch.rand(2)}),
+        ):
+            call = lambda: gqa.flash_attn_varlen_func(*given, starts, starts, 60, 60, **others)
+            with mock.patch.object(_cuda, "_in_rows") as in_rows:
+                out = call()
+            self.assertFalse(in_rows.called, others)
+            if "alibi_slopes" not in others:
+                window = others.get("window_size", (-1, -1))
+                self.near(out[:40], expected(*(x[:40] for x in given), window)[0])
 
     def test_caches_that_are_copied_are_named_once(self):
         options = {"dtype": torch.bfloat16}

@@ -104,15 +104,22 @@ fn dense([batch, rows, capacity]: [usize; 3], draw: &mut Draw) -> Dense {
 
 fn paged([sequences, tokens, _]: [usize; 3], draw: &mut Draw) -> Paged {
     let cache = [40, 16, 8].map(|n| number(draw, n));
-    let mut call = match draw.flag() {
-        true => Paged::decode(sequences, cache),
-        false => Paged::new(sequences, tokens, cache),
+    let mut call = match draw.below(3) {
+        0 => Paged::decode(sequences, cache),
+        1 => Paged::in_rows(sequences, tokens, cache[0]),
+        _ => Paged::new(sequences, tokens, cache),
     };
     for _ in 0..draw.below(4) {
-        call = match draw.below(4) {
+        let strides = [(); 2].map(|()| {
+            let [head, row] = [1024, 8192].map(|n| number(draw, n));
+            RowStrides { batch: 0, head, row }
+        });
+        call = match draw.below(6) {
             0 => call.most_tokens(number(draw, 2)),
             1 => call.longest(number(draw, 30)),
             2 => call.packed(),
+            3 => call.value_size(number(draw, 48)),
+            4 => call.row_strides(strides),
             _ => call.slot_mapping(),
         };
     }
@@ -120,7 +127,7 @@ fn paged([sequences, tokens, _]: [usize; 3], draw: &mut Draw) -> Paged {
 }
 
 /// Numbers of a layer and of its calls.
-const NUMBERS: [&str; 24] = [
+const NUMBERS: [&str; 25] = [
     "batch_invariant",
     "dtype",
     "scale",
@@ -137,6 +144,7 @@ const NUMBERS: [&str; 24] = [
     "heads.kv",
     "heads.size",
     "heads.values",
+    "value_size",
     "latent",
     "window",
     "rope.dim",

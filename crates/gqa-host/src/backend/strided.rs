@@ -18,9 +18,13 @@ impl Rows {
     /// Of a tensor that the problem wants strided.
     fn of(p: &Problem, id: TensorId) -> Option<Self> {
         id.spec(p)?;
-        let (dense, Strided { query, key, value, output, pages }) = (p.contiguous(), p.strided);
+        let (dense, Strided { query, key, value, output, pages, .. }) = (p.contiguous(), p.strided);
         let of_pages = |p: &Problem| {
-            let RowStrides { batch, head, row } = p.pages_strides(p.pages?);
+            let strides = match id {
+                TensorId::PresentKey => p.pages_strides(p.pages?),
+                _ => p.page_values_strides(p.pages?),
+            };
+            let RowStrides { batch, head, row } = strides;
             Some(RowLayout { offset: 0, batch, head, row })
         };
         let (strides, element, strided, contiguous) = match id {
@@ -29,7 +33,11 @@ impl Rows {
             TensorId::Value => (value, p.v_dtype, p.value_layout(), dense.value_layout()),
             TensorId::Output => (output, p.out_dtype, p.output_layout(), dense.output_layout()),
             TensorId::PresentKey | TensorId::PresentValue => {
-                (pages, p.key_cache_dtype(), of_pages(p)?, of_pages(&dense)?)
+                let strides = match id {
+                    TensorId::PresentKey => pages,
+                    _ => p.strided.values_of_pages(),
+                };
+                (strides, p.key_cache_dtype(), of_pages(p)?, of_pages(&dense)?)
             }
             _ => return None,
         };

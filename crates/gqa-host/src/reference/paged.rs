@@ -60,14 +60,19 @@ impl<'a> Sequence<'a> {
             let new = end - start;
             let past = lengths[b] - if pages.counts_new { new as i64 } else { 0 };
             let before = past.max(0) as usize;
-            let blocks = &table[b * pages.per_sequence..][..pages.per_sequence];
+            let blocks = &table[b * pages.columns()..][..pages.columns()];
             // The first token sees the oldest rows.
             let seen = p.window.map_or(0, |window| (before + 1).saturating_sub(window));
             let place = |row: usize| {
                 let (block, in_block) = (row / pages.block_size, row % pages.block_size);
                 let is_seen = block >= seen / pages.block_size;
-                let is_there = (0..pages.blocks as i64).contains(&blocks[block]);
-                (is_seen && is_there).then(|| blocks[block] as usize * pages.block_size + in_block)
+                let block_there = match pages.consecutive {
+                    true if blocks[0] < 0 => -1,
+                    true => blocks[0] + block as i64,
+                    false => blocks[block],
+                };
+                let is_there = (0..pages.blocks as i64).contains(&block_there);
+                (is_seen && is_there).then(|| block_there as usize * pages.block_size + in_block)
             };
             let rows = (past + new as i64).max(0) as usize;
             let places: Vec<_> = (0..rows).map(place).collect();
@@ -157,18 +162,18 @@ impl<'a> Sequence<'a> {
     /// Attends to the rows that the cache holds.
     fn attend(&self, io: &mut Io<'_>) -> Result<Exact> {
         let call = self.call()?.appended();
-        let shape = call.key_cache_shape(self.places.len());
-        let zeros = |name, cache: &Tensor| Tensor::try_zeros(name, cache.dtype(), &shape);
-        let mut key = zeros("present_key", io.present_key)?;
+        let rows = self.places.len();
+        let [k, v] = [call.key_cache_shape(rows), call.value_cache_shape(rows)];
+        let mut key = Tensor::try_zeros("present_key", io.present_key.dtype(), &k)?;
         let p = self.problem;
         let mut value = match p.latent {
             true => nothing(p),
-            false => zeros("present_value", io.present_value)?,
+            false => Tensor::try_zeros("present_value", io.present_value.dtype(), &v)?,
         };
-        let size = row_bytes(&key);
-        self.gather(&mut key, io.present_key, size)?;
+        let sizes = [row_bytes(&key), row_bytes(&value)];
+        self.gather(&mut key, io.present_key, sizes[0])?;
         if !p.latent {
-            self.gather(&mut value, io.present_value, size)?;
+            self.gather(&mut value, io.present_value, sizes[1])?;
         }
         let mut scales = self.room_for_scales(&call)?;
         if let (Some([k, v]), Some([k_scale, v_scale])) = (&mut scales, &io.row_scales) {

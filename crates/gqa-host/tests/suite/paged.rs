@@ -127,6 +127,7 @@ fn legal_calls_become_problems() {
         counts_new: false,
         one_each: false,
         scheduled: false,
+        consecutive: false,
     };
     assert_eq!(p.pages, Some(pages));
     assert_eq!(p.output_shape(), [4, 64]);

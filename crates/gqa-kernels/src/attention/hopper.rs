@@ -224,7 +224,8 @@ impl<
                         }
                     }
                 } else if let Some(pages) = pages {
-                    pages::look_for_gaps::<Self>(base, pages, p);
+                    let clear = || pages::clear_rows_of_none::<T, Self>(pages, pointers.to, p);
+                    pages::look_for_gaps::<Self>(base, pages, p, clear);
                     pages.wait_for_overlapped();
                 }
             }
@@ -295,7 +296,8 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
     /// The kernel for a paged KV cache: k and v are (block, row, KV head, head size), and
     /// `block_table`, (batch, blocks of a sequence), lists the blocks of each sequence. q and out
     /// hold the tokens of all sequences; `starts` is cu_seqlens: the tokens of sequence `b` begin
-    /// at row `starts[b]`. `past_seqlens[b]` keys precede them in the cache.
+    /// at row `starts[b]`. `past_seqlens[b]` keys precede them in the cache. Values may be narrower
+    /// than keys. lse, which may be null, is (query head, tokens).
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn run_paged<T: MmaElement>(
         q: TensorMap,
@@ -308,11 +310,13 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
         block_table: Global<i32>,
         head_sink: Global<T>,
         out: Global<T>,
+        lse: Global<f32>,
         counter: Global<u32>,
         p: PagedHopperParams,
     ) {
         let pages = Pages::new(starts, past_seqlens, block_table, &p);
-        Self::attend_paged([q, k, v], [cos, sin], pages, head_sink, out, counter, &p);
+        let to = Destination::new(out, lse, p.hopper.v_head_size);
+        Self::attend_paged([q, k, v], [cos, sin], pages, head_sink, to, counter, &p);
     }
 
     /// `run_paged` for calls with few rows or long sequences among short ones: the query heads of a
@@ -325,6 +329,7 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
         v: TensorMap,
         cos: Global<T>,
         sin: Global<T>,
+        starts: Global<i32>,
         block_table: Global<i32>,
         head_sink: Global<T>,
         out: Global<T>,
@@ -334,13 +339,13 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
         part_states: Global<[f32; 2]>,
         p: PagedHopperParams,
     ) {
-        const { assert!(Self::ROWS == schedule::ROWS) }
+        const { assert!(Self::ROWS == schedule::ROWS && Self::VALUE_SIZE == D) }
         let schedule = Schedule { row_tiles, range_starts };
         let parts = Parts { columns: part_columns, states: part_states, schedule };
-        let lengths = Global::null();
-        let pages = Pages::new(lengths, lengths, block_table, &p).shared(parts, &p);
+        let pages = Pages::new(starts, Global::null(), block_table, &p).shared(parts, &p);
         let counter = Global::null();
-        Self::attend_paged([q, k, v], [cos, sin], pages, head_sink, out, counter, &p);
+        let to = Destination::new(out, Global::null(), p.hopper.v_head_size);
+        Self::attend_paged([q, k, v], [cos, sin], pages, head_sink, to, counter, &p);
     }
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
@@ -349,13 +354,12 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
         [cos, sin]: [Global<T>; 2],
         pages: Pages,
         head_sink: Global<T>,
-        out: Global<T>,
+        to: Destination<T>,
         counter: Global<u32>,
         p: &PagedHopperParams,
     ) {
-        const { assert!(N.is_power_of_two() && N <= 64 * LEAST_BOX && Self::VALUE_SIZE == D) }
+        const { assert!(N.is_power_of_two() && N <= 64 * LEAST_BOX) }
         let rotation = Some(Rotation { cos, sin, params: p.hopper.rotary });
-        let to = Destination::new(out, Global::null(), p.hopper.v_head_size);
         let lengths = Seqlens::of_pages(pages.sequences.past_seqlens);
         let pages = Some(pages);
         let pointers = Pointers { mask: None, rotation, pages, scales: None, head_sink, to };

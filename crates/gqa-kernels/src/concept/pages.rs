@@ -7,6 +7,10 @@
 
 use super::seqlen::Seqlen;
 
+/// Rows of a block where every sequence has one, whose rows lie one behind the other in the cache.
+/// The block table then has the first row of each sequence.
+pub const CONSECUTIVE: u32 = 1 << 31;
+
 /// A sequence's length, as the device tells it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Length {

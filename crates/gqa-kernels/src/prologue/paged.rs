@@ -15,6 +15,9 @@
 //! `past + i - max(past + new - S, 0)`; other rows are zero. Tokens without a row get zeros from
 //! `paged_scatter`, and a log-sum-exp of -inf.
 //!
+//! Where a sequence's rows are consecutive ([`CONSECUTIVE`]), block_table has the first row of each
+//! sequence, and a block of the cache is one row.
+//!
 //! Tensors: q, k, v of tokens with their strides; starts (batch + 1); past_seqlens (batch);
 //! block_table (batch, per_sequence); slot_mapping (tokens) or null; k_cache, v_cache (block, row,
 //! KV head, head size) with strides, of quantized values in half words; k_scale, v_scale of one
@@ -28,7 +31,7 @@ use super::quantize::{Divisors, store_quotients, store_vector};
 use super::rope::{Around, Rope, Unturned, pairs};
 use super::row_scales::{NewRow, each_row, lanes};
 use super::walk::Walk;
-use crate::concept::pages::{Length, Sequence};
+use crate::concept::pages::{CONSECUTIVE, Length, Sequence};
 use crate::concept::scales::{ScalesPer, are_of_rows};
 use crate::num::{Code, Divisor, Element, quotient};
 use crate::params::PagedParams;
@@ -118,7 +121,9 @@ impl Blocks {
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn row(self, p: &PagedParams, b: u32, row: u32) -> Option<Place> {
         let block = self.entry(p, b, row / p.block_size);
-        (block < p.blocks).then(|| Place::new(p, block, row % p.block_size))
+        let behind = if p.block_size == CONSECUTIVE { row } else { 0 };
+        let exists = block.saturating_add(behind) < p.blocks;
+        exists.then(|| Place::new(p, block, row % p.block_size))
     }
 
     /// Entry `nth` of a sequence's row of the table; `p.blocks` or more where it leads outside of

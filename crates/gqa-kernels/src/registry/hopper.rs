@@ -93,32 +93,36 @@ hopper_out8_kernels! {
 
 /// Rows of the kernels for paged KV caches, for both 16-bit types: `F16 NAME, BF16 NAME => SHAPE`.
 macro_rules! hopper_paged_kernels {
-    ($table:ident, $role:ident, $run:ident, $args:tt, { $($f16:ident, $bf16:ident => $shape:ty;)* }) => {
-        hopper_paged_kernels!(@rows $table, $role, $run, $args, { $($f16: f16 => $shape; $bf16: bf16 => $shape;)* });
+    ($table:ident, $role:ident, $run:ident, $args:tt, { $($f16:ident, $bf16:ident => $shape:ty $(, $more:ident: $value:expr)*;)* }) => {
+        hopper_paged_kernels!(@rows $table, $role, $run, $args, { $(
+            $f16: f16 => $shape $(, $more: $value)*; $bf16: bf16 => $shape $(, $more: $value)*;
+        )* });
     };
-    (@rows $table:ident, $role:ident, $run:ident, $args:tt, { $($name:ident: $t:ident => $shape:ty;)* }) => {
+    (@rows $table:ident, $role:ident, $run:ident, $args:tt, { $($name:ident: $t:ident => $shape:ty $(, $more:ident: $value:expr)*;)* }) => {
         kernels!($table, HopperPaged: $role, "family-hopper-paged", $args, { $(
             $name => <$shape>::$run, T = $t, {
                 head_size: <$shape>::HEAD_SIZE, rows: <$shape>::ROWS, keys: <$shape>::KEYS,
                 threads: <$shape>::THREADS, min_blocks: 1, shared: <$shape>::PAGED_SHARED_BYTES,
-                hot: true, min_sm: <$shape>::MIN_SM, communicates: true };
+                hot: true, min_sm: <$shape>::MIN_SM, communicates: true $(, $more: $value)* };
         )* });
     };
 }
 
 hopper_paged_kernels!(HOPPER_PAGED, Attention, run_paged,
     ([q 0, k 1, v 2] cos: T, sin: T, starts: i32, past_seqlens: i32, block_table: i32,
-     head_sink: T, out: T, counter: u32; p: PagedHopperParams), {
+     head_sink: T, out: T, lse: f32, counter: u32; p: PagedHopperParams), {
     gqa_hopper_paged_f16_d64, gqa_hopper_paged_bf16_d64 => hopper::D64Short;
+    gqa_hopper_paged_f16_d64_lse, gqa_hopper_paged_bf16_d64_lse => hopper::D64Exact<false>, exact_sums: true;
     gqa_hopper_paged_f16_d96, gqa_hopper_paged_bf16_d96 => hopper::D96Short;
     gqa_hopper_paged_f16_d128, gqa_hopper_paged_bf16_d128 => hopper::D128<false>;
     gqa_hopper_paged_f16_d192, gqa_hopper_paged_bf16_d192 => hopper::D192<false>;
+    gqa_hopper_paged_f16_d192_v128, gqa_hopper_paged_bf16_d192_v128 => hopper::D192V128, value_size: 128;
     gqa_hopper_paged_f16_d256, gqa_hopper_paged_bf16_d256 => hopper::D256<false>;
 });
 
 // Heads share row tiles, and CTAs have equal ranges of the work.
 hopper_paged_kernels!(HOPPER_PAGED_SPLIT, SplitAttention, run_paged_split,
-    ([q 0, k 1, v 2] cos: T, sin: T, block_table: i32, head_sink: T, out: T,
+    ([q 0, k 1, v 2] cos: T, sin: T, starts: i32, block_table: i32, head_sink: T, out: T,
      row_tiles: u32, range_starts: u32, part_columns: f32, part_states: [f32; 2];
      p: PagedHopperParams), {
     gqa_hopper_paged_split_f16_d64, gqa_hopper_paged_split_bf16_d64 => hopper::D64Short;

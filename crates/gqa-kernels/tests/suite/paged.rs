@@ -4,6 +4,7 @@
 use crate::support::{entry, start};
 use bytemuck::Zeroable;
 use gqa_kernels::attention::{decode, hopper, tiled};
+use gqa_kernels::concept::pages::CONSECUTIVE;
 use gqa_kernels::num::{DType, Format, bf16};
 use gqa_kernels::params::scales::PER_TOKEN;
 use gqa_kernels::params::{
@@ -44,7 +45,8 @@ proptest! {
             rotary: RotaryParams { dim: 16, max_positions: 3, ..RotaryParams::default() },
             batch, q_heads, kv_heads, head_size, row_vectors: head_size / 4, q_len, tokens,
             value_heads: kv_heads, v_head_size: head_size,
-            capacity: (per_sequence * block_size).min(7), blocks, block_size, per_sequence,
+            capacity: (per_sequence * block_size).min(7), blocks, per_sequence,
+            block_size: if block_size == 1 && !has_slots { CONSECUTIVE } else { block_size },
             moves_queries: moves.into(), scales: if by_row { PER_TOKEN } else { 0 }, by_token: (by_token && !moves).into(), least: 2, window, counts_new: counts_new.into(), format,
             ..PagedParams::zeroed()
         };

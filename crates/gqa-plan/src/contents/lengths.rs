@@ -100,9 +100,23 @@ impl PagedLengths {
         }
         self.check_bounds(p)?;
         self.check_positions(p)?;
+        self.check_ends(pages, table)?;
         let slots = inputs.input(TensorId::SlotMapping);
         let slot_mapping = slots.map(|slots| checked_slots(pages, slots)).transpose()?;
         self.check_written(p, Places { pages, block_table: table, slot_mapping })
+    }
+
+    /// Errs where consecutive rows of a sequence begin in the cache and end outside of it: kernels
+    /// read zeros there.
+    fn check_ends(&self, pages: Pages, table: &[i32]) -> Result<()> {
+        for (b, &[past, new]) in self.sequences.iter().enumerate().filter(|_| pages.consecutive) {
+            let (row, total) = (&table[b..=b], past + new);
+            let begins = total > 0 && pages.block(row, 0).is_some();
+            if begins && pages.block(row, total - 1).is_none() {
+                return Err(outside(pages, b, row, [0, total]));
+            }
+        }
+        Ok(())
     }
 
     /// Errs unless every row that a sequence has, or that is appended to it, lies in a block of the
@@ -118,13 +132,10 @@ impl PagedLengths {
     ) -> Result<()> {
         let table = integers("block_table", inputs.need(TensorId::BlockTable)?)?;
         for (b, &[past, new]) in self.sequences.iter().enumerate() {
-            let row = &table[b * pages.per_sequence..][..pages.per_sequence];
-            for i in pages.blocks_read(p.window, past, new) {
-                if !usize::try_from(row[i]).is_ok_and(|block| block < pages.blocks) {
-                    let allowed = format!("0 to {}, the last block of key_cache", pages.blocks - 1);
-                    let got = format!("{} at ({b}, {i})", row[i]);
-                    return Err(Error::invalid("block_table", got, allowed));
-                }
+            let row = &table[b * pages.columns()..][..pages.columns()];
+            let mut read = pages.blocks_read(p.window, past, new);
+            if let Some(i) = read.find(|&i| pages.block(row, i).is_none()) {
+                return Err(outside(pages, b, row, [i, past + new]));
             }
         }
         Ok(())
@@ -173,6 +184,19 @@ impl PagedLengths {
     }
 }
 
+/// A block of a sequence of `total` rows that the cache does not have.
+fn outside(pages: Pages, b: usize, table: &[i32], [nth, total]: [usize; 2]) -> Error {
+    let blocks = pages.blocks;
+    if pages.consecutive {
+        let got = format!("{} at ({b}, 0), of a sequence of {total} rows", table[0]);
+        let allowed = format!("0 or more, with the sequence within the {blocks} rows of keys");
+        return Error::invalid("block_table", got, allowed);
+    }
+    let got = format!("{} at ({b}, {nth})", table[nth]);
+    let last = blocks.saturating_sub(1);
+    Error::invalid("block_table", got, format!("0 to {last}, the last block of key_cache"))
+}
+
 /// The slots; errs unless each is a cache row, or -1.
 fn checked_slots(pages: Pages, slots: TensorView<'_>) -> Result<&[i32]> {
     let rows = (pages.blocks * pages.block_size) as i64;
@@ -193,4 +217,64 @@ pub struct Bounds {
     pub query_rows: usize,
     /// Tokens in all, the new ones included.
     pub keys: usize,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::contents::{check, check_on_device};
+    use crate::engine::{Heads, Layer, Paged};
+    use gqa_tensor::DType;
+
+    /// Two sequences of 3 and 5 tokens over packed keys of 4 and 6 rows, of 10 in all.
+    #[test]
+    fn packed_sequences_lie_within_the_keys() {
+        let layer = Layer::new(DType::F16, Heads { query: 2, kv: 1, size: 64 });
+        let call = Paged::in_rows(2, 8, 10).most_tokens(5).longest(6);
+        let problem = layer.paged(call).unwrap();
+        let wrong = |firsts: [i32; 2], lengths: [i32; 2], is_on_device: bool| {
+            let inputs = Tensors::default()
+                .with(TensorId::CumulativeSequenceLength, TensorView::I32(&[0, 3, 8]))
+                .with(TensorId::SeqlensK, TensorView::I32(&lengths))
+                .with(TensorId::BlockTable, TensorView::I32(&firsts));
+            let checked = match is_on_device {
+                true => check_on_device(&problem, &inputs),
+                false => check(&problem, &inputs),
+            };
+            checked.err().map(|error| error.to_string())
+        };
+        assert_eq!(wrong([0, 4], [4, 6], false), None);
+        assert_eq!(wrong([0, 4], [4, 6], true), None);
+        // A sequence without keys may have its first row behind all others.
+        assert_eq!(wrong([0, 10], [4, 0], true), None);
+        let within = "0 or more, with the sequence within the 10 rows of keys";
+        let behind =
+            format!("block_table: got 5 at (1, 0), of a sequence of 6 rows; allowed: {within}");
+        assert_eq!(wrong([0, 5], [4, 6], false).unwrap(), behind);
+        assert_eq!(wrong([0, 5], [4, 6], true).unwrap(), behind);
+        let before =
+            format!("block_table: got -1 at (0, 0), of a sequence of 4 rows; allowed: {within}");
+        assert_eq!(wrong([-1, 4], [4, 6], true).unwrap(), before);
+        // A first row outside of the keys is a sequence without keys.
+        assert_eq!(wrong([-1, 4], [4, 6], false), None);
+    }
+
+    #[test]
+    fn nothing_is_appended_to_packed_keys() {
+        let heads = Heads { query: 2, kv: 1, size: 64 };
+        let layer = || Layer::new(DType::F16, heads);
+        let call = Paged::in_rows(2, 8, 10);
+        let error = |layer: Layer, call| layer.paged(call).unwrap_err().to_string();
+        assert!(error(layer(), call.slot_mapping()).starts_with("slot_mapping: got one"));
+        assert!(error(layer(), call.packed()).starts_with("packed: got one"));
+        assert!(error(layer().qk_norm(1e-6), call).starts_with("qk_norm: got one"));
+        let blocks = Paged::new(2, 8, [4, 16, 4]).value_size(32);
+        assert!(error(layer(), blocks).starts_with("value_size: got one"));
+        assert!(error(layer(), call.value_size(0)).starts_with("value_size: got 0"));
+        let strides = |row| crate::RowStrides { batch: 0, head: 64, row };
+        let odd = call.row_strides([strides(64), strides(65)]);
+        assert!(error(layer(), odd).starts_with("present_value: got RowStrides"));
+        let overlapping = call.row_strides([strides(64), strides(32)]);
+        assert!(error(layer(), overlapping).contains("no elements overlap"));
+    }
 }

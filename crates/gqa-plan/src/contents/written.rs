@@ -28,9 +28,9 @@ impl Places<'_> {
 
     /// The first row of a sequence's block; `None` outside of the cache.
     fn first_row(self, sequence: usize, block: usize) -> Option<usize> {
-        let block = self.block_table[sequence * self.pages.per_sequence + block];
-        let block = usize::try_from(block).ok().filter(|&block| block < self.pages.blocks)?;
-        Some(block * self.pages.block_size)
+        let columns = self.pages.columns();
+        let row = &self.block_table[sequence * columns..][..columns];
+        Some(self.pages.block(row, block)? * self.pages.block_size)
     }
 
     /// The cache row of new token `token` of the call; `None` for slot -1 and for blocks outside of

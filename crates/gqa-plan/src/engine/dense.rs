@@ -54,7 +54,7 @@ impl Dense {
             capacity,
             longest: capacity,
             layout: Layout::Bsnh,
-            strided: Strided { query: None, key: None, value: None, output: None, pages: None },
+            strided: Strided::NONE,
             packed: false,
             positions: false,
             bias: None,

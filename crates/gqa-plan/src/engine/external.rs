@@ -46,7 +46,7 @@ impl External {
             right_window: None,
             bias: None,
             bias_columns: None,
-            strided: Strided { query: None, key: None, value: None, output: None, pages: None },
+            strided: Strided::NONE,
             lse: false,
         }
     }

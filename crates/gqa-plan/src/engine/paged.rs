@@ -32,6 +32,8 @@ pub struct Paged {
     tree_mask: bool,
     one_each: bool,
     scheduled: bool,
+    consecutive: bool,
+    value_size: Option<usize>,
 }
 
 impl Paged {
@@ -55,12 +57,49 @@ impl Paged {
             slots: false,
             counts_new: false,
             appended: false,
-            strided: Strided { query: None, key: None, value: None, output: None, pages: None },
+            strided: Strided::NONE,
             lse: false,
             tree_mask: false,
             one_each: false,
             scheduled: false,
+            consecutive: false,
+            value_size: None,
         }
+    }
+
+    /// `tokens` tokens of `sequences` sequences in all, over packed keys and values that stay where
+    /// they are: `present_key` has shape (`key_rows`, 1, KV heads, size), `present_value`
+    /// (`key_rows`, 1, KV heads, [value size](Self::value_size)), each with the keys of all
+    /// sequences. The int32 tensor `block_table`, of shape (sequences, 1), has the row of each
+    /// sequence's first key: cu_seqlens of the keys without its last element. `seqlens_k` has how
+    /// many keys each sequence has ([`total_lengths`](Self::total_lengths)), and nothing is
+    /// [appended](Self::appended): a sequence may have more keys than tokens, or fewer. The last
+    /// token has the position of the last key.
+    ///
+    /// `hopper_paged` reads them in place, causal or not, and sets rows of `output` that belong to
+    /// no sequence to 0, and their log-sum-exps to -inf. Other kernels read a copy, which needs
+    /// values that lie as keys do, and leave such rows as they are.
+    pub const fn in_rows(sequences: usize, tokens: usize, key_rows: usize) -> Self {
+        // A sequence with few keys may have many tokens.
+        let rows = if key_rows > tokens { key_rows } else { tokens };
+        let call = Self::new(sequences, tokens, [key_rows, 1, rows]);
+        Self { consecutive: true, appended: true, counts_new: true, ..call }
+    }
+
+    /// In a call [in rows](Self::in_rows), heads of `present_value` and `output` have this many
+    /// elements, rather than as many as the layer's queries and keys: 128 beside 192 in prefill of
+    /// multi-head latent attention.
+    pub const fn value_size(self, size: usize) -> Self {
+        Self { value_size: Some(size), ..self }
+    }
+
+    /// In a call [in rows](Self::in_rows), strides of heads (`head`) and rows (`row`) of
+    /// `present_key` and of `present_value` in elements, multiples of 16 bytes: so the two may be
+    /// parts of one tensor. `batch` is not used.
+    pub const fn row_strides(mut self, [keys, values]: [RowStrides; 2]) -> Self {
+        self.strided.pages = Some(RowStrides { batch: keys.row, ..keys });
+        self.strided.page_values = Some(RowStrides { batch: values.row, ..values });
+        self
     }
 
     /// One new token of each sequence; `cumulative_sequence_length` is not read.
@@ -132,7 +171,7 @@ impl Paged {
     }
 
     /// `lse`, float32 of shape (heads, tokens), receives natural logarithms of the softmax
-    /// denominators. On Hopper a prefill first gathers the cache for it.
+    /// denominators.
     pub const fn log_sum_exp(self) -> Self {
         Self { lse: true, ..self }
     }
@@ -172,10 +211,12 @@ impl Layer {
     pub fn paged(&self, call: Paged) -> Result<Problem> {
         self.check_paged(&call)?;
         let (pages, rows, longest) = (call.pages(), call.most_rows(), call.most_keys());
+        let fields = self.fields("PagedAttention", 8)?;
         let problem = Problem::new(ProblemFields {
+            v_head_size: call.value_size.unwrap_or(fields.v_head_size),
             batch: call.sequences,
             q_len: rows,
-            new_len: rows,
+            new_len: if call.consecutive { 0 } else { rows },
             total_len: longest,
             past_capacity: longest,
             capacity: longest,
@@ -187,7 +228,7 @@ impl Layer {
             causal: self.causal && !call.tree_mask,
             tree_mask: call.tree_mask,
             lse: call.lse,
-            ..self.fields("PagedAttention", 8)?
+            ..fields
         })?;
         Ok(if call.appended { problem.appended() } else { problem })
     }
@@ -203,6 +244,9 @@ impl Layer {
         }
         if call.sequences == 0 && call.tokens > 0 {
             return Err(Error::invalid("sequences", 0, "1 or more, as there are tokens"));
+        }
+        if call.value_size.is_some() && !call.consecutive {
+            return Err(Error::invalid("value_size", "one", "none, except in rows"));
         }
         let brings = [
             ("packed", call.packed),
@@ -253,6 +297,7 @@ impl Paged {
             counts_new: self.counts_new,
             one_each: self.one_each && self.most_tokens == 1,
             scheduled: self.scheduled,
+            consecutive: self.consecutive,
         }
     }
 
@@ -263,6 +308,11 @@ impl Paged {
 
     /// Tokens of a sequence at most.
     fn most_keys(&self) -> usize {
-        if self.longest == 0 { self.rows_of_blocks().max(1) } else { self.longest }
+        match self.longest {
+            0 => self.rows_of_blocks().max(1),
+            // Kernels have as many rows for a sequence's tokens.
+            longest if self.consecutive => longest.max(self.most_rows()),
+            longest => longest,
+        }
     }
 }

@@ -4,6 +4,7 @@ use super::launch::{Arg, Launch};
 use crate::problem::{Pages, Problem, RowLayout, RowStrides, greatest_unit};
 use crate::tensors::TensorId;
 use bytemuck::Pod;
+use gqa_kernels::concept::pages::CONSECUTIVE;
 use gqa_kernels::params::{PageSteps, Strides};
 use gqa_kernels::registry::{Entry, Role, entries};
 use gqa_tensor::{DType, Error, Result};
@@ -26,12 +27,29 @@ pub(super) fn strides(layout: RowLayout) -> Strides {
     Strides { batch: layout.batch as u64, head: layout.head as u64, row: layout.row as u64 }
 }
 
-/// Strides of a paged KV cache, of which a batch entry is a block, in so many bytes.
+/// Strides of the keys of a paged KV cache, of which a batch entry is a block, in so many bytes.
 pub(super) fn pages_strides(problem: &Problem, pages: Pages, unit: usize) -> Strides {
-    let RowStrides { batch, head, row } = problem.pages_strides(pages);
+    in_units(problem, problem.pages_strides(pages), unit)
+}
+
+/// The same of the values.
+pub(super) fn page_values_strides(problem: &Problem, pages: Pages, unit: usize) -> Strides {
+    in_units(problem, problem.page_values_strides(pages), unit)
+}
+
+fn in_units(problem: &Problem, strides: RowStrides, unit: usize) -> Strides {
+    let RowStrides { batch, head, row } = strides;
     let size = problem.key_cache_dtype().size();
     let [batch, head, row] = [batch, head, row].map(|stride| (stride * size / unit) as u64);
     Strides { batch, head, row }
+}
+
+/// Rows of a block as kernels have it: where rows are consecutive, a sequence is one block.
+pub(super) fn block_rows(pages: Pages) -> Result<u32> {
+    match pages.consecutive {
+        true => Ok(CONSECUTIVE),
+        false => u32_of("rows of a block", pages.block_size),
+    }
 }
 
 /// The rows of a cache with these strides.

@@ -57,6 +57,8 @@ pub enum Rejection {
         /// Rows of a piece.
         need: u32,
     },
+    /// The kernel reads blocks of several rows, and the call has packed keys and values.
+    Consecutive,
     /// The kernel needs rows at the beginning or at the end of the sequence.
     Alignment {
         /// The call's.
@@ -212,6 +214,7 @@ impl fmt::Display for Rejection {
             Self::BlockSize { got, need } => {
                 write!(f, "the block size {got} is not a power of two of {need} or more")
             }
+            Self::Consecutive => write!(f, "does not read packed keys and values"),
             Self::Alignment { got } => write!(f, "does not take {got}"),
             Self::Window => write!(f, "does not take a window to the right, or only to the left"),
             Self::Values { dtype, size } => {

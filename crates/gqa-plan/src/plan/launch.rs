@@ -7,7 +7,7 @@ use super::options::Fold;
 use super::positions::Positions;
 use crate::problem::Problem;
 use crate::tensors::{TensorId, TensorSpec};
-use gqa_kernels::registry::Entry;
+use gqa_kernels::registry::{Entry, Role};
 use gqa_tensor::{Error, Result};
 
 /// What an argument of a launch is bound to.
@@ -171,6 +171,11 @@ impl Plan {
     /// For which GPU.
     pub fn device(&self) -> &DeviceInfo {
         &self.device
+    }
+
+    /// Whether attention reads a copy of the rows of a paged KV cache, side by side.
+    pub fn gathers(&self) -> bool {
+        self.launches.iter().any(|launch| launch.entry.role == Role::PagedGather)
     }
 
     /// Errs where a tensor is not contiguous.

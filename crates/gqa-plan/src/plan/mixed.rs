@@ -40,6 +40,7 @@ use super::options::PlanOptions;
 use super::rows::Rows;
 use super::scratch::Scratch;
 use crate::problem::{Pages, Problem, ProblemFields};
+use gqa_kernels::registry;
 use gqa_tensor::Result;
 
 /// Largest heads of `decode_paged`.
@@ -63,6 +64,13 @@ impl Attention {
     /// Whether it reads a dequantized copy of a quantized cache.
     pub(super) fn reads_dequantized(&self, of: &Problem) -> bool {
         of.quantized.is_some() && self.problem.quantized.is_none()
+    }
+
+    /// Whether, without a causal mask, tokens before the first key of their sequence see all keys,
+    /// as other tokens do.
+    pub(super) fn computes_all_rows(&self) -> bool {
+        let families = [registry::Family::HopperPaged, registry::Family::HopperPagedQuantized];
+        families.contains(&self.choice.family.module())
     }
 
     /// Whether it reads queries that a launch ahead has rotated.

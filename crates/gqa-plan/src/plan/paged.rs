@@ -9,13 +9,13 @@
 //! | `paged_gather`: the rows of every sequence into scratch | | | always |
 //! | attention | `decode_paged`, `decode_paged_quantized` | `hopper_paged` or `tiled_paged`, and `decode_paged` (`mixed.rs`) | any kernel |
 //! | `paged_scatter`: output rows, and log-sum-exps, to their tokens | | | unless every sequence has one token, and no log-sum-exps are wanted |
-//! | `paged_gaps`: rows anew of sequences whose tables lead outside of the cache | | where the cache holds quantized values | always |
+//! | `paged_gaps`: rows anew of sequences whose tables lead outside of the cache, or that have fewer keys than tokens | | where the cache holds quantized values, or by kernels that take tokens before all keys for padding | always |
 //!
 //! `hopper_wide` takes heads of 512, and `latent` latent caches, whatever the sequences: behind
 //! `paged_append`, which leaves rotated queries in scratch.
 //!
-//! `hopper_paged` has no log-sum-exps: of prompts these come from attention over gathered rows,
-//! where that GPU has it.
+//! Packed keys and values are a cache of consecutive rows. `hopper_paged` reads these where they
+//! are; the last column has all other kernels, unless values lie unlike their keys.
 //!
 //! Where the new rows are in the cache already, nothing is appended: `paged_append` is there for
 //! queries, or not at all.
@@ -23,13 +23,13 @@
 //! In the last column queries stay where they are if every sequence has one token, nothing turns
 //! them or takes them apart, and they are contiguous.
 
-use super::build::{element, find, launch, page_steps, pages_strides, tensor, u32_of};
+use super::build::{block_rows, element, find, launch, page_steps, pages_strides, tensor, u32_of};
 use super::cascade::refusals;
 use super::contiguous::Composed;
 use super::device::DeviceInfo;
 use super::families::schedule;
 use super::launch::{Arg, Launch};
-use super::mixed::Attentions;
+use super::mixed::{Attention, Attentions};
 use super::options::PlanOptions;
 use super::params::{format, rope_offset, rotary_params, scale_tensors, scales};
 use super::positions::positions;
@@ -90,7 +90,9 @@ pub(super) fn compose(
         }
     }
     let is_in_place = !(others.is_empty() && by_themselves.is_empty());
-    let lack_rows = problem.may_lack_seeing_rows();
+    let computes_them = |attention: &Attention| attention.computes_all_rows();
+    let mut all = others.iter().chain(&by_themselves);
+    let lack_rows = problem.may_lack_seeing_rows() && !(is_in_place && all.all(computes_them));
     if numbers.is_some() || is_in_place && lack_rows {
         let least = if lack_rows { 0 } else { least };
         launches.push(Prologue::new(problem, pages, rows)?.gaps(least, lack_rows, device)?);
@@ -104,6 +106,10 @@ pub(super) fn compose(
         let reasons = refusals(&decisions);
         let allowed = format!("false, as no such kernel reads blocks where they are: {reasons}");
         return Err(Error::invalid("batch_invariant", "true", allowed));
+    }
+    if !problem.has_values_like_keys(pages) {
+        let why = "values that lie unlike their keys are only read where they are";
+        return Err(Error::NoKernel(format!("{why}; {}", refusals(&decisions))));
     }
     let gathered = Gathered::new(problem, pages, rows, scratch)?;
     if appends || gathered.moved != Arg::Null {
@@ -166,8 +172,8 @@ impl<'a> Prologue<'a> {
             tokens: u32_of("tokens", pages.tokens)?,
             capacity: u32_of("rows of a sequence", p.capacity)?,
             blocks: u32_of("blocks", pages.blocks)?,
-            block_size: u32_of("rows of a block", pages.block_size)?,
-            per_sequence: u32_of("blocks of a sequence", pages.per_sequence)?,
+            block_size: block_rows(pages)?,
+            per_sequence: u32_of("blocks of a sequence", pages.columns())?,
             moves_queries: 0,
         };
         Ok(Self { problem: p, rows, params })

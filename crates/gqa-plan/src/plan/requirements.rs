@@ -86,6 +86,7 @@ pub(super) fn no_row_scales(p: &Problem) -> Result<(), Rejection> {
 pub(super) fn blocks_of(p: &Problem, need: u32) -> Result<(), Rejection> {
     match p.pages {
         Some(Pages { blocks: 0, .. }) => Err(Rejection::NoKeys),
+        Some(Pages { consecutive: true, .. }) => Err(Rejection::Consecutive),
         Some(Pages { block_size: got, .. }) if !got.is_power_of_two() || got < need as usize => {
             Err(Rejection::BlockSize { got, need })
         }

@@ -2,6 +2,7 @@
 //! tensors.
 
 use super::*;
+use crate::engine::{Heads, Layer, Paged};
 use crate::problem::{
     Alignment, Bias, CacheBinding, CallKind, Layout, Pages, Phase, Problem, ProblemFields, QkNorm,
     QkOutput, QuantFormat, Quantization, Rotary, RowStrides, Scales, Sink,
@@ -1492,6 +1493,7 @@ fn paged(p: &Problem) -> Problem {
         counts_new: false,
         one_each: p.q_len == 1,
         scheduled: false,
+        consecutive: false,
     };
     p.derive(|call| ProblemFields {
         pages: Some(pages),
@@ -1901,7 +1903,9 @@ fn blocks_are_read_where_they_are_without_wgmma() {
     let why = rejection(&few, "a100", &off, Family::TiledPaged);
     assert!(why.starts_with("does not split keys"), "{why}");
     let lse = with(over_blocks(8, 512, 512), |p| p.lse = true);
-    let why = rejection(&lse, "h200", &off, Family::TiledPaged);
+    assert_eq!(on("h200", &lse, &off)[1..], ["paged_append", "hopper_paged_f16_d128"]);
+    let few = with(over_blocks(8, 40, 512), |p| (p.q_heads, p.lse) = (64, true));
+    let why = rejection(&few, "h200", &off, Family::TiledPaged);
     assert_eq!(why, "kernels with wgmma are faster over gathered rows");
     let force = Some("gqa_tiled_paged_f16_d128");
     let forced = PlanOptions { force, ..PlanOptions::default() };
@@ -1909,6 +1913,78 @@ fn blocks_are_read_where_they_are_without_wgmma() {
     let switched = PlanOptions { disable_flash_attention: true, ..PlanOptions::default() };
     let why = rejection(&over_blocks(8, 512, 0), "a100", &switched, Family::TiledPaged);
     assert_eq!(why, "switched off by GQA_DISABLE_FLASH_ATTENTION");
+}
+
+/// A call of `sequences` sequences of `[tokens, keys]` over packed keys and values.
+fn in_rows(sequences: usize, [tokens, keys]: [usize; 2], values: usize) -> Paged {
+    Paged::in_rows(sequences, sequences * tokens, sequences * keys)
+        .most_tokens(tokens)
+        .longest(keys)
+        .value_size(values)
+}
+
+/// Packed keys and values are read where they are.
+#[test]
+fn packed_keys_stay_where_they_are() {
+    let off = PlanOptions::default();
+    let layer = |size| Layer::new(DType::BF16, Heads { query: 16, kv: 16, size });
+    let names = |name: &str, p: &Problem| -> Vec<_> {
+        plan(p, &device(name), &off).unwrap().launches.iter().map(kernel).collect()
+    };
+    let latent = ["hopper_paged_bf16_d192_v128"];
+    for (call, causal) in [
+        (in_rows(32, [512, 512], 128), true),
+        (in_rows(32, [512, 512], 128).log_sum_exp(), true),
+        (in_rows(8, [2048, 4096], 128), false),
+        (in_rows(8, [2048, 100], 128).log_sum_exp(), false),
+        (in_rows(8, [1, 4096], 128), true),
+    ] {
+        let layer = if causal { layer(192) } else { layer(192).bidirectional() };
+        assert_eq!(names("h200", &layer.paged(call).unwrap()), latent, "{call:?}");
+    }
+    for (size, lse, kernel) in [
+        (64, false, "hopper_paged_bf16_d64"),
+        (64, true, "hopper_paged_bf16_d64_lse"),
+        (128, true, "hopper_paged_bf16_d128"),
+        (256, true, "hopper_paged_bf16_d256"),
+    ] {
+        let call = in_rows(8, [2048, 2048], size);
+        let call = if lse { call.log_sum_exp() } else { call };
+        let problem = layer(size).bidirectional().paged(call).unwrap();
+        assert_eq!(names("h200", &problem), [kernel], "{size}");
+    }
+    let alike = layer(128).paged(in_rows(8, [512, 512], 128)).unwrap();
+    let copied = names("a100", &alike);
+    assert_eq!(copied[..2], ["paged_append", "paged_gather"], "{copied:?}");
+    let why = rejection(&alike, "a100", &off, Family::TiledPaged);
+    assert_eq!(why, "does not read packed keys and values");
+    let unlike = layer(192).paged(in_rows(8, [512, 512], 128)).unwrap();
+    let error = plan(&unlike, &device("a100"), &off).unwrap_err().to_string();
+    assert!(error.contains("values that lie unlike their keys"), "{error}");
+    assert!(error.contains("hopper_paged needs compute capability 9.0"), "{error}");
+}
+
+/// A box of a key tile begins anywhere in the rows of all sequences.
+#[test]
+fn packed_keys_are_one_block() {
+    let part = |row| RowStrides { batch: 0, head: 320, row };
+    let call = in_rows(4, [512, 600], 128).row_strides([part(5120), part(5120)]);
+    let layer = Layer::new(DType::BF16, Heads { query: 16, kv: 16, size: 192 });
+    let problem = layer.paged(call).unwrap();
+    let plan = plan(&problem, &device("h200"), &PlanOptions::default()).unwrap();
+    let launch = &plan.launches[0];
+    let map =
+        |name| match launch.entry.arguments.iter().zip(&launch.args).find(|(n, _)| **n == name) {
+            Some((_, Arg::Map(map))) => *map,
+            found => panic!("{found:?}"),
+        };
+    let (k, v) = (map("k"), map("v"));
+    assert_eq!((k.size, v.size), ([192, 2400, 16, 1], [128, 2400, 16, 1]));
+    assert_eq!((k.stride, k.tile), ([10240, 640, 0], [128, 1]));
+    let p: &PagedHopperParams = bytemuck::from_bytes(&launch.params);
+    assert_eq!((p.log_block_size, p.per_sequence, p.blocks), (31, 1, 2400));
+    let table = plan.tensors.iter().find(|(id, _)| *id == TensorId::BlockTable);
+    assert_eq!(table.map(|(_, spec)| spec.shape.clone()), Some(vec![4, 1]));
 }
 
 /// For prefills, dequantized values are written to new blocks, whatever the block size of the
@@ -2519,6 +2595,7 @@ fn hopper_paged_reach(name: &str, launch: &Launch, element: usize) -> usize {
         "part_columns" => columns * 4,
         "part_states" => states * 8,
         "out" => reach(a.out, [1, a.q_heads, p.tokens], p.hopper.v_head_size) * element,
+        "lse" => (a.q_heads * p.tokens) as usize * 4,
         "starts" => (a.batch + 1) as usize * 4,
         "past_seqlens" => a.batch as usize * 4,
         "block_table" => (a.batch * p.per_sequence) as usize * 4,
@@ -2632,6 +2709,7 @@ fn set(p: &mut ProblemFields, field: usize, value: usize) {
                 counts_new: value % 3 == 1,
                 one_each: value % 11 == 1,
                 scheduled: value % 2 == 1,
+                consecutive: value % 10 == 1,
             })
         }
         19 => {

@@ -3,8 +3,8 @@
 //! [`engine`](crate::engine). A call that passes allocates no memory here.
 
 use super::{
-    Alignment, CacheBinding, CallKind, Layout, Phase, Problem, ProblemFields, QkOutput,
-    Quantization, RowStrides, Scales, Sink, greatest_unit,
+    Alignment, CacheBinding, CallKind, Layout, Pages, Phase, Problem, ProblemFields, QkOutput,
+    Quantization, RowStrides, Scales, Sink, Strided, greatest_unit,
 };
 use crate::limits::{MAX_HEAD_SIZE, MAX_HEADS, addressable, check_rows};
 use gqa_tensor::{DType, Error, Result};
@@ -350,12 +350,14 @@ impl ProblemFields {
         let begun = self.phase != Phase::FirstPrompt && as_long;
         let shared = self.cache == CacheBinding::Shared && !self.slides && begun;
         let rows = self.layout == Layout::Bsnh && self.alignment == Alignment::Phase;
-        refuse(!(shared && rows && self.has_like_values()), "pages", || {
+        let values = self.has_like_values() || pages.consecutive && self.v_dtype == self.dtype;
+        refuse(!(shared && rows && values), "pages", || {
             (
                 "pages",
                 "none, except in layout Bsnh with a shared cache, keys and values of one type and size",
             )
         })?;
+        self.check_consecutive(pages)?;
         let most = pages.per_sequence.saturating_mul(pages.block_size);
         refuse(pages.tokens > 0 && pages.block_size == 0, "block_size", || (0, "1 or more"))?;
         refuse(self.total_len > most.max(1), "longest", || {
@@ -369,12 +371,27 @@ impl ProblemFields {
             let (tokens, sequences) = (pages.tokens, self.batch);
             (format!("{tokens} tokens of {sequences} sequences"), "one token of each sequence")
         })?;
-        addressable("cache", &[pages.blocks, pages.block_size, self.kv_heads, self.head_size])?;
+        let size = self.head_size.max(self.v_head_size);
+        addressable("cache", &[pages.blocks, pages.block_size, self.kv_heads, size])?;
         check_rows("cache", &[pages.blocks, pages.block_size, self.kv_heads])?;
-        check_rows("block_table", &[self.batch, pages.per_sequence])?;
+        check_rows("block_table", &[self.batch, pages.columns()])?;
         // An upper bound on the row tiles of all sequences: the last tile of each may be partly
         // filled.
         check_rows("query", &[pages.tokens.saturating_add(self.batch), self.q_heads])
+    }
+
+    /// Errs where a cache of consecutive rows has blocks of several, or is written.
+    fn check_consecutive(&self, pages: Pages) -> Result<()> {
+        if !pages.consecutive {
+            return Ok(());
+        }
+        let none = || ("one", "none, as keys and values are read where they are");
+        refuse(pages.block_size != 1, "block_size", || (pages.block_size, "1"))?;
+        refuse(self.new_len > 0, "key", none)?;
+        refuse(pages.slots, "slot_mapping", none)?;
+        refuse(self.quantized.is_some(), "quantized", none)?;
+        refuse(self.latent, "latent", none)?;
+        refuse(self.v_head_size == 0, "value_size", || (0, "1 or more"))
     }
 
     fn check_strides(&self) -> Result<()> {
@@ -399,18 +416,36 @@ impl ProblemFields {
 
     /// Errs unless kernels can read and write a paged KV cache with the strides that it has.
     fn check_pages_strides(&self) -> Result<()> {
-        let Some(strides) = self.strided.pages else { return Ok(()) };
+        let Strided { pages, page_values, .. } = self.strided;
+        let of_values = |size| page_values.map(|strides| ("present_value", strides, size));
+        let of_keys = pages.map(|strides| ("present_key", strides, self.head_size));
+        for (name, strides, size) in of_keys.into_iter().chain(of_values(self.v_head_size)) {
+            self.check_page_strides(name, strides, size)?;
+        }
+        let is_apart = self.pages.is_none_or(|pages| !pages.consecutive);
+        refuse(page_values.is_some() && is_apart, "present_value", || {
+            ("strides", "those of present_key, but where rows are consecutive")
+        })
+    }
+
+    /// The same of keys or values, whose heads have `size` elements.
+    fn check_page_strides(
+        &self,
+        name: &'static str,
+        strides: RowStrides,
+        size: usize,
+    ) -> Result<()> {
         let Some(pages) = self.pages else {
             let got = format!("{strides:?}");
-            return Err(Error::invalid("present_key", got, "contiguous, as there are no blocks"));
+            return Err(Error::invalid(name, got, "contiguous, as there are no blocks"));
         };
         let dtype = self.quantized.map_or(self.dtype, Quantization::dtype);
-        let width = self.head_size / self.quantized.map_or(1, Quantization::codes_per_element);
+        let width = size / self.quantized.map_or(1, Quantization::codes_per_element);
         let dims = [pages.blocks, self.kv_heads, pages.block_size, width];
-        self.check_tensor_strides("present_key", dtype, dims, self.strided.pages)?;
+        self.check_tensor_strides(name, dtype, dims, Some(strides))?;
         let got = || format!("{strides:?} of {dims:?}");
         let RowStrides { batch, head, row } = strides;
-        let refuse = |broken, allowed| refuse(broken, "present_key", || (got(), allowed));
+        let refuse = |broken, allowed| refuse(broken, name, || (got(), allowed));
         let most = batch.max(head).max(row) * dtype.size();
         refuse(u32::try_from(most).is_err(), "strides below 2^32 bytes")?;
         let unit = greatest_unit([batch as u64, row as u64]) as usize;
@@ -440,7 +475,7 @@ impl ProblemFields {
         let refuse = |broken, allowed: &'static str| {
             refuse(broken, name, || (format!("{strides:?} of {dims:?}"), allowed))
         };
-        let is_new = !matches!(name, "output" | "present_key");
+        let is_new = !matches!(name, "output" | "present_key" | "present_value");
         refuse(self.packed && is_new, "contiguous, as the call is packed")?;
         let vectors = apart.iter().all(|n| n % 16 * dtype.size() % 16 == 0);
         refuse(!vectors, "strides of multiples of 16 bytes")?;

@@ -196,7 +196,7 @@ pub struct Pages {
     pub blocks: usize,
     /// Rows of a block.
     pub block_size: usize,
-    /// Maximum blocks of a sequence: columns of block_table.
+    /// Maximum blocks of a sequence.
     pub per_sequence: usize,
     /// slot_mapping, rather than block_table, has the cache rows of new tokens.
     pub slots: bool,
@@ -206,9 +206,25 @@ pub struct Pages {
     pub one_each: bool,
     /// The call has a tensor `schedule`: [`Plan::schedule`](crate::plan::Plan::schedule).
     pub scheduled: bool,
+    /// Blocks have one row, and those of a sequence lie one behind the other: block_table has one
+    /// column, the first block of each sequence.
+    pub consecutive: bool,
 }
 
 impl Pages {
+    /// Columns of block_table.
+    pub const fn columns(&self) -> usize {
+        if self.consecutive { 1 } else { self.per_sequence }
+    }
+
+    /// The block that a sequence's row of block_table has for its block `nth`; `None` outside of
+    /// the cache.
+    pub fn block(&self, table: &[i32], nth: usize) -> Option<usize> {
+        let (column, behind) = if self.consecutive { (0, nth) } else { (nth, 0) };
+        let block = usize::try_from(table[column]).ok()?.checked_add(behind)?;
+        (block < self.blocks).then_some(block)
+    }
+
     /// The visible rows of a sequence of `past` rows and `new` tokens: those that some new token
     /// attends to.
     pub fn rows_read(window: Option<usize>, past: usize, new: usize) -> Range<usize> {
@@ -366,6 +382,19 @@ pub struct Strided {
     /// Strides of a paged KV cache, both of `present_key` and of `present_value`, in elements of
     /// these tensors; a batch entry is a block.
     pub pages: Option<RowStrides>,
+    /// Strides of `present_value` where these are others, in a cache of consecutive rows.
+    pub page_values: Option<RowStrides>,
+}
+
+impl Strided {
+    /// All tensors are contiguous.
+    pub const NONE: Self =
+        Self { query: None, key: None, value: None, output: None, pages: None, page_values: None };
+
+    /// Strides of `present_value` in a paged KV cache.
+    pub fn values_of_pages(&self) -> Option<RowStrides> {
+        self.page_values.or(self.pages)
+    }
 }
 
 /// A checked call. A [layer](crate::engine::Layer) makes it from an engine's description, an ONNX
@@ -532,7 +561,7 @@ impl ProblemFields {
             quantized: None,
             packed: false,
             layout: Layout::Bsnh,
-            strided: Strided { query: None, key: None, value: None, output: None, pages: None },
+            strided: Strided::NONE,
             qk_norm: None,
             rotary: None,
             scale: 1.0,
@@ -960,12 +989,29 @@ impl Problem {
         self.bnsh(rows, self.head_size)
     }
 
-    /// Strides of a paged KV cache in elements of its tensors; a batch entry is a block.
+    /// Strides of the keys of a paged KV cache in elements of their tensor; a batch entry is a
+    /// block.
     pub fn pages_strides(&self, pages: Pages) -> RowStrides {
         let [.., width] = self.key_cache_shape(0);
+        self.strided.pages.unwrap_or(self.contiguous_pages(pages, width))
+    }
+
+    /// The same of the values.
+    pub fn page_values_strides(&self, pages: Pages) -> RowStrides {
+        let [.., width] = self.value_cache_shape(0);
+        self.strided.values_of_pages().unwrap_or(self.contiguous_pages(pages, width))
+    }
+
+    fn contiguous_pages(&self, pages: Pages, width: usize) -> RowStrides {
         let row = self.kv_heads * width;
-        let contiguous = RowStrides { batch: pages.block_size * row, head: width, row };
-        self.strided.pages.unwrap_or(contiguous)
+        RowStrides { batch: pages.block_size * row, head: width, row }
+    }
+
+    /// Whether values of a paged KV cache lie as keys do, so that whatever moves rows of keys
+    /// serves both.
+    pub(crate) fn has_values_like_keys(&self, pages: Pages) -> bool {
+        let strides = self.page_values_strides(pages);
+        self.latent || self.v_head_size == self.head_size && strides == self.pages_strides(pages)
     }
 
     fn bnsh(&self, rows: usize, h: usize) -> RowLayout {

@@ -41,7 +41,7 @@ impl Problem {
         self.derive(|call| ProblemFields {
             pages: self.pages.map(in_numbers),
             quantized: None,
-            strided: Strided { pages: None, ..call.strided },
+            strided: Strided { pages: None, page_values: None, ..call.strided },
             ..call
         })
     }
@@ -58,7 +58,7 @@ impl Problem {
             new_len: if self.reads_pages_only() { 0 } else { tokens },
             pages: None,
             tree_mask: false,
-            strided: Strided { pages: None, ..call.strided },
+            strided: Strided { pages: None, page_values: None, ..call.strided },
             ..call
         })
     }

@@ -11,7 +11,18 @@ from gqa import _fallback, _gqa, _launch, _quantized, _steps, _strides
 from gqa._cpu import check_in_memory, no_invariance
 from gqa._errors import invalid, mistyped
 from gqa._flash import Metadata, Places, Scores, Step, _shape, block_size
-from gqa._launch import ELEMENTS, Planned, Tensors, filled, keeps, launches, plan, rising, run
+from gqa._launch import (
+    ELEMENTS,
+    Planned,
+    Tensors,
+    filled,
+    keeps,
+    launches,
+    plan,
+    reads_in_place,
+    rising,
+    run,
+)
 from gqa._quantized import FORMATS, Cache, Rope
 
 _NEW_BLOCK = 128
@@ -111,6 +122,9 @@ def varlen(
         where = starts[0], lengths, most, table
         schedule = _schedule(schedule, q)
         return _varlen_over_blocks(q, cache, *where, scores, want_lse, step, out, schedule)
+    asked = _asked_in_rows(q, k, v, starts, most, scores, want_lse)
+    if asked is not None:
+        return _in_rows(q, k, v, starts, asked, scores, want_lse, out)
     if is_self and not want_lse and k.shape == v.shape and _suits_blocks(q, scores):
         return _over_new_blocks(q, k, v, starts[0], most[0], scores, out), None
     if is_self and starts[0].shape[0] == 2 and q.shape[0] <= most[0] and scores.slopes is None:
@@ -352,6 +366,7 @@ def _readable(tensor: Tensor) -> Tensor:
 
 
 def _is_readable(tensor: Tensor) -> bool:
+    """Whether kernels can read the tensor's strides."""
     size = tensor.element_size()
     moves = [stride for n, stride in zip(tensor.shape[:-1], tensor.stride()) if n > 1]
     aligned = all(stride * size % 16 == 0 for stride in moves) and tensor.data_ptr() % 16 == 0
@@ -681,6 +696,71 @@ def _over_new_blocks(
     past = filled(q.device, count, 0)
     call = _Sequences(starts, past, False, table, _NEW_BLOCK, rows, columns * _NEW_BLOCK)
     return _paged(q, Cache(keys, values), (k, v), None, call, scores, out=out)[0]
+
+
+def _asked_in_rows(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts: tuple[Tensor, Tensor],
+    most: tuple[int, int],
+    scores: Scores,
+    want_lse: bool,
+) -> tuple[Any, ...] | None:
+    """What the planner is told of attention to packed keys and values, where a kernel reads these
+    where they are."""
+    if not _suits_blocks(q, scores) or 0 in k.shape or 0 in v.shape:
+        return None
+    if not all(_is_readable(x) for x in (k, v)):
+        return None
+    kv = None
+    if not (k.is_contiguous() and v.is_contiguous()):
+        kv = _strides_of_rows(k), _strides_of_rows(v)
+    sizes = starts[0].shape[0] - 1, q.shape[0], k.shape[0], *most, v.shape[2]
+    of_q = _of_tokens(q if _has_tokens_in_place(q) else _aligned(q))
+    asked = "in_rows", q, k.shape[1], scores, *sizes, want_lse, of_q, kv
+    try:
+        return asked if reads_in_place(*asked) else None
+    except ValueError:
+        # Rows that share elements, for example.
+        return None
+
+
+def _strides_of_rows(x: Tensor) -> tuple[int, int, int]:
+    """Of a batch, which is none, rows and heads."""
+    row, head = (stride if n > 1 else 0 for n, stride in zip(x.shape[:2], x.stride()))
+    return 0, row, head
+
+
+def _in_rows(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts: tuple[Tensor, Tensor],
+    asked: tuple[Any, ...],
+    scores: Scores,
+    want_lse: bool,
+    out: Tensor | None,
+) -> _Results:
+    """Attention to packed keys and values where they are. The kernel sets rows of no sequence to
+    0."""
+    q, _ = _in_place(q, None)
+    tokens, heads, _ = q.shape
+    out = q.new_empty((tokens, heads, v.shape[-1])) if out is None else out
+    lse = q.new_empty((heads, tokens), dtype=torch.float32) if want_lse else None
+    tensors: Tensors = {
+        "query": q,
+        "output": out,
+        "present_key": k,
+        "present_value": v,
+        "seqlens_k": starts[1].diff(),
+        "cumulative_sequence_length": starts[0],
+        "block_table": starts[1][:-1],
+        "head_sink": _sinks(scores, q),
+        "lse": lse,
+    }
+    run(plan(*asked), tensors)
+    return out, _with_sinks(lse, tensors["head_sink"]) if lse is not None else None
 
 
 def _reads_blocks(

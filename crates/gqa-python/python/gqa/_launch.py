@@ -117,6 +117,12 @@ def launches(gpu: _gqa.Gpu, call: _gqa.Call) -> int:
     return gpu.launches(call)
 
 
+@_of_call
+def reads_in_place(gpu: _gqa.Gpu, call: _gqa.Call) -> bool:
+    """Whether its plan reads packed keys and values where they are."""
+    return gpu.reads_in_place(call)
+
+
 def current_stream(index: int) -> int:
     """The handle of torch's current stream on the GPU of that number."""
     stream: int = torch._C._cuda_getCurrentRawStream(index)

@@ -26,9 +26,10 @@ impl Blocks<'_> {
     /// The cache row, counted through all blocks, of a row of sequence `b`; `None` for a table
     /// entry outside of the cache.
     pub(super) fn place(&self, b: usize, row: usize) -> Option<usize> {
-        let Pages { per_sequence, block_size, blocks, .. } = self.pages;
-        let block = usize::try_from(self.table[b * per_sequence + row / block_size]).ok()?;
-        (block < blocks).then(|| block * block_size + row % block_size)
+        let (columns, block_size) = (self.pages.columns(), self.pages.block_size);
+        let table = &self.table[b * columns..][..columns];
+        let block = self.pages.block(table, row / block_size)?;
+        Some(block * block_size + row % block_size)
     }
 
     /// The offset of a KV head's row in a cache whose rows have `width` elements.

@@ -325,6 +325,7 @@ impl Sizes {
             counts_new: false,
             one_each: false,
             scheduled: false,
+            consecutive: false,
         })
     }
 

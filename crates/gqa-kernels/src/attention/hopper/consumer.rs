@@ -165,6 +165,9 @@ impl<
         self.release_tile(self.kv);
         self.kv = self.kv.next(S::STAGES);
         if S::ALTERNATES {
+            // The stage that stays empty. Its phase must complete first: otherwise a copying warp
+            // could arrive for V before the other one has skipped the stage.
+            self.wait_tile(self.kv);
             self.release_tile(self.kv);
             self.kv = self.kv.next(S::STAGES);
         }
@@ -495,6 +498,11 @@ impl<
             None => (place, 0),
             Some(_) => (Place { batch: 0, ..place }, place.token),
         };
+        let row = match self.pointers.pages {
+            None => self.softmax.row,
+            // opaque(): otherwise the row 8 rows on is hoisted out of the loop and spills.
+            Some(_) => opaque(self.softmax.row),
+        };
         let to = self.pointers.to;
         let output = Output {
             p: self.p,
@@ -502,7 +510,12 @@ impl<
             seqlen,
             start,
             rows: self.rows(seqlen),
-            row: self.softmax.row,
+            lse_rows: self.pointers.pages.map_or(self.p.q_len, |pages| pages.sequences.tokens),
+            // opaque(): otherwise the comparison occupies a predicate across the loop.
+            all_see: self.pointers.pages.is_some()
+                && opaque(self.p.causal) == 0
+                && seqlen.total > 0,
+            row,
             columns: to.columns,
             packing: self.packing(),
         };

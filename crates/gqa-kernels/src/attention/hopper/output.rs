@@ -22,7 +22,7 @@ pub(super) struct Destination<T> {
     pub(super) quantized: Option<Quantized>,
     /// (split, batch, query head, S, head size); unused without splits of the keys.
     pub(super) partial_out: Global<f32>,
-    /// (split, batch, query head, S).
+    /// (split, batch, query head, S), or over a paged KV cache (query head, tokens).
     pub(super) lse: Global<f32>,
     /// Columns of a row: the head size of values.
     pub(super) columns: u32,
@@ -39,8 +39,14 @@ impl<T> Destination<T> {
 /// Index of query row `s` in (split, batch, query head, S).
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) fn row_index(place: Place, s: u32, p: &AttentionParams) -> usize {
+    index_among(p.q_len, place, s, p)
+}
+
+/// The same of rows of which each query head has `rows`.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+fn index_among(rows: u32, place: Place, s: u32, p: &AttentionParams) -> usize {
     let pair = (place.split * p.batch + place.batch) * p.q_heads + place.head;
-    pair as usize * p.q_len as usize + s as usize
+    pair as usize * rows as usize + s as usize
 }
 
 /// A finished work tile, seen by a thread that holds its rows `row` and `row + 8`.
@@ -52,6 +58,10 @@ pub(super) struct Output<'a> {
     pub(super) start: u32,
     /// The sequence's number of rows.
     pub(super) rows: u32,
+    /// Rows of a query head in the log-sum-exps.
+    pub(super) lse_rows: u32,
+    /// Whether rows without a key of their own, too, see all keys.
+    pub(super) all_see: bool,
     pub(super) row: u32,
     /// Columns of a row: the head size of values.
     pub(super) columns: u32,
@@ -112,11 +122,11 @@ impl Output<'_> {
             }
             factors[half] *= state.normaliser();
             if !lse.is_null() && exists && lane() % 4 == 0 {
-                let value =
-                    if self.seqlen.is_token(s) { state.log_sum_exp() } else { f32::NEG_INFINITY };
+                let value = if self.sees(s) { state.log_sum_exp() } else { f32::NEG_INFINITY };
                 // With a mask scores may be folded.
                 let value = if S::MASK_STAGES > 0 { mask::unfold(value) } else { value };
-                lse.store(row_index(Place { head, ..self.place }, s, self.p), value);
+                let place = Place { head, ..self.place };
+                lse.store(index_among(self.lse_rows, place, self.start + s, self.p), value);
             }
             half += 1;
         }
@@ -180,11 +190,16 @@ impl Output<'_> {
         }
     }
 
+    /// Whether row `s`, which exists, sees keys.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn sees(&self, s: u32) -> bool {
+        self.all_see || self.seqlen.is_token(s)
+    }
+
     /// Sets padding rows to zero, whatever they hold.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn clear_padding<const O: usize>(&self, o: &mut [f32; O]) {
-        let is_token = |half: u32| self.seqlen.is_token(self.find(half).s);
-        let tokens = [is_token(0), is_token(1)];
+        let tokens = [0, 1].map(|half| self.sees(self.find(half).s));
         // A vote, so that the assembler sees that a warp's lanes agree.
         if any_sync(!(tokens[0] && tokens[1])) {
             let mut i = 0;

@@ -18,31 +18,42 @@
 //! **Gaps**: the block table may hold indices outside of the cache. TMA fills such boxes with
 //! zeros, and the consumers mask their keys. A separate warp looks for gaps while the Q tile of a
 //! work tile loads, so that the unmasked mainloop need not check.
+//!
+//! **Consecutive rows** ([`CONSECUTIVE`](crate::concept::pages::CONSECUTIVE)): packed keys and
+//! values, read in place. A sequence is one block, so that a key tile is one box. The block table
+//! has the first row of each sequence; one outside of the tensor is a gap. A box past the end of
+//! the sequence has rows of the next one, or zeros past the end of the tensor: their keys are
+//! masked, and the consumers clear their values. The warp that looks for gaps also clears output rows
+//! of no sequence, so that no launch before this one must clear all of them.
 
+use super::output::Destination;
 use super::packing::Packing;
 use super::parts::Parts;
 use super::row_tiles::RowTiles;
 use super::shape::{Arrival, CHUNK, Tile};
 use super::work::{KeyTiles, Place, Slot, TileScheduler, Work, first_key};
 use crate::concept::mask::Visible;
+use crate::concept::pages::{CONSECUTIVE, Sequence};
 use crate::concept::seqlen::Seqlen;
-use crate::num::quotient;
+use crate::num::{MmaElement, quotient};
 use crate::params::{AttentionParams, PagedHopperParams};
 use crate::simt::*;
 use crate::tile::pages::Sequences;
 use crate::tile::ring::Ring;
+use crate::tile::warp::LANES;
 
 /// The sequences and their blocks.
 #[derive(Clone, Copy)]
 pub(super) struct Pages {
     pub(super) sequences: Sequences,
-    /// Block table, (batch, blocks of a sequence)
+    /// Block table, (batch, blocks of a sequence); with consecutive rows the first of each
+    /// sequence, (batch)
     table: Global<i32>,
     /// Blocks of a sequence.
     per_sequence: u32,
     /// Binary logarithm of the rows of a block.
     log_rows: u32,
-    /// The cache's last block.
+    /// The cache's last block; with consecutive rows its last row.
     last: u32,
     pub(super) packing: Packing,
     /// Where CTAs have equal ranges of the work, these, and scratch memory of pieces. None: work
@@ -142,7 +153,17 @@ impl Pages {
         let seen = key.min(seen.end - 1).max(seen.first) & !(height - 1);
         let block = self.block(batch, seen >> self.log_rows).min(self.last + 1);
         let block = if seen > key { self.last + 1 } else { block };
-        Spot { row: seen & ((1 << self.log_rows) - 1), head, block }
+        let row = seen & ((1 << self.log_rows) - 1);
+        if self.is_consecutive::<S>() {
+            return Spot { row: block + row, head, block: 0 };
+        }
+        Spot { row, head, block }
+    }
+
+    /// Whether the rows of a sequence are consecutive. Rows of quantized values have blocks.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn is_consecutive<S: Tile>(self) -> bool {
+        !S::CONVERTS && self.log_rows == CONSECUTIVE.ilog2()
     }
 
     /// Entry `nth` of a sequence's row of the block table.
@@ -217,7 +238,7 @@ struct Boxes {
     pages: Pages,
     k: TensorMap,
     v: TensorMap,
-    /// Bytes of the warp's boxes of a tile.
+    /// Bytes of the warp's boxes of a tile; of a chunk of these where values are narrower than keys.
     bytes: u32,
     /// The V box to load after the next K tile.
     behind: Option<Spot>,
@@ -228,7 +249,8 @@ impl Boxes {
     fn new<S: Tile>(base: u32, k: TensorMap, v: TensorMap, pages: Pages) -> Self {
         let height = pages.box_rows::<S>();
         let boxes = (quotient(S::N, height) + 1 - warp() / 2) / 2;
-        let bytes = boxes * height * S::ARRIVAL.chunks[0] * 128;
+        let chunks = if S::ALTERNATES { 1 } else { S::ARRIVAL.chunks[0] };
+        let bytes = boxes * height * chunks * 128;
         Self { base, ring: Ring::START, pages, k, v, bytes, behind: None }
     }
 
@@ -254,7 +276,10 @@ impl Boxes {
                 before_last();
             }
             let spot = self.pages.find_box::<S>(tile, head, place.batch, seen);
-            self.load::<S>(self.k, spot);
+            self.load::<S>(self.k, spot, false);
+            if S::ALTERNATES && self.behind.is_none() {
+                self.skip::<S>();
+            }
             self.load_behind::<S>();
             self.behind = Some(spot);
         }
@@ -264,22 +289,33 @@ impl Boxes {
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn load_behind<S: Tile>(&mut self) {
         if let Some(spot) = self.behind {
-            self.load::<S>(self.v, spot);
+            self.load::<S>(self.v, spot, true);
         }
+    }
+
+    /// Leaves the stage empty.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn skip<S: Tile>(&mut self) {
+        if lane() == 0 {
+            mbarrier_arrive(self.base + self.ring.barrier() + S::ARRIVAL.full);
+        }
+        self.ring = self.ring.next(S::STAGES);
     }
 
     /// Waits until the stage is free, starts copying this lane's box into it and moves on.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn load<S: Tile>(&mut self, map: TensorMap, spot: Spot) {
+    fn load<S: Tile>(&mut self, map: TensorMap, spot: Spot, is_value: bool) {
         let barrier = self.base + self.ring.barrier();
-        let Arrival { offset, chunks: [chunks, _], full } = S::ARRIVAL;
+        let Arrival { offset, chunks, full } = S::ARRIVAL;
+        let chunks = chunks[usize::from(is_value)];
         mbarrier_wait(barrier + S::KV_EMPTY, self.ring.parity ^ 1);
         let destination = self.base + S::stage(self.ring.stage) + offset;
         let full = barrier + full;
         // Each warp arrives, even without boxes: the stage must not be refilled before this warp
         // has passed its wait.
         if lane() == 0 {
-            mbarrier_arrive_expect(full, self.bytes);
+            let bytes = if S::ALTERNATES { self.bytes * chunks } else { self.bytes };
+            mbarrier_arrive_expect(full, bytes);
         }
         sync_warp();
         let above = nth_box() * self.pages.box_rows::<S>();
@@ -400,9 +436,14 @@ pub(super) fn share_keys_and_values<S: Tile>(
 }
 
 /// Run by the fourth warp: records for each work tile whether keys that it sees have no block in
-/// the cache, before the consumers get its Q tile.
+/// the cache, before the consumers get its Q tile. Calls `behind_first` after the first one.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
-pub(super) fn look_for_gaps<S: Tile>(base: u32, pages: Pages, p: &AttentionParams) {
+pub(super) fn look_for_gaps<S: Tile>(
+    base: u32,
+    pages: Pages,
+    p: &AttentionParams,
+    behind_first: impl Fn(),
+) {
     // opaque(): otherwise its comparison with 0 occupies a predicate across the kernel.
     let p = &AttentionParams { window: opaque(p.window), ..*p };
     let (mut ring, mut n) = (Ring::START, 0);
@@ -432,11 +473,70 @@ pub(super) fn look_for_gaps<S: Tile>(base: u32, pages: Pages, p: &AttentionParam
             }
             warpgroup += 1;
         }
+        if n == 0 {
+            behind_first();
+        }
         if keys.is_empty() {
             return;
         }
         n += 1;
         ring = ring.next(S::Q_STAGES);
+    }
+}
+
+/// Run by one warp of each CTA, where rows are consecutive: clears its share of the output rows that
+/// belong to no sequence, or to tokens that are cut off. Their log-sum-exps become -inf.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+pub(super) fn clear_rows_of_none<T: MmaElement, S: Tile>(
+    pages: Pages,
+    to: Destination<T>,
+    p: &AttentionParams,
+) {
+    // opaque(), here and below: otherwise comparisons occupy predicates across the kernel.
+    let pages = Pages { log_rows: opaque(pages.log_rows), ..pages };
+    if !pages.is_consecutive::<S>() {
+        return;
+    }
+    let p = &AttentionParams { batch: opaque(p.batch), q_heads: opaque(p.q_heads), ..*p };
+    let Sequences { starts, tokens, .. } = pages.sequences;
+    let start = |b: u32| starts.load(b as usize);
+    for first in Rolled(0..p.batch + 1, LANES) {
+        // This lane's rows: those between two sequences, or at either end.
+        let b = first + lane();
+        let (mut begin, mut end) = (0, 0);
+        if b <= p.batch {
+            end = tokens;
+            if b > 0 {
+                let most = p.q_len.min(p.capacity);
+                let [from, new, _] = Sequence::tokens([start(b - 1), start(b)], tokens, most);
+                begin = from + new;
+            }
+            if b < p.batch {
+                end = (start(b).max(0) as u32).min(tokens);
+            }
+        }
+        if !any_sync(begin < end) {
+            continue;
+        }
+        for lane in Rolled(0..LANES, 1) {
+            let (begin, end) = (shfl_idx_u32(begin, lane), shfl_idx_u32(end, lane));
+            for row in Rolled(begin + block_idx_x()..end, grid_dim_x()) {
+                clear_row(row, tokens, to, p);
+            }
+        }
+    }
+}
+
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+fn clear_row<T: MmaElement>(row: u32, tokens: u32, to: Destination<T>, p: &AttentionParams) {
+    for head in Rolled(0..p.q_heads, 1) {
+        let at = p.out.at(0, head, row);
+        for vector in Rolled(lane()..to.columns / T::PER_VEC, LANES) {
+            to.out.store_vec(at + (vector * T::PER_VEC) as usize, [0; 4]);
+        }
+        if !to.lse.is_null() && lane() == 0 {
+            to.lse.store(head as usize * tokens as usize + row as usize, f32::NEG_INFINITY);
+        }
     }
 }
 

@@ -167,7 +167,7 @@ fn paged_params(
     Ok(PagedDecodeParams {
         decode,
         steps: page_steps(cache),
-        per_sequence: u32_of("blocks of a sequence", pages.per_sequence)?,
+        per_sequence: u32_of("blocks of a sequence", pages.columns())?,
         log_block_size: pages.block_size.ilog2(),
         blocks: u32_of("blocks", pages.blocks)?,
         tokens: u32_of("tokens", pages.tokens)?,

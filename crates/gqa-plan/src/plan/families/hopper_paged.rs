@@ -3,7 +3,7 @@
 
 use super::hopper::{self, LEAST_ROWS, boxes, tensor_map};
 use crate::plan::TensorId;
-use crate::plan::build::{launch, pages_strides, tensor, u32_of};
+use crate::plan::build::{block_rows, launch, page_values_strides, pages_strides, tensor, u32_of};
 use crate::plan::decision::Rejection;
 use crate::plan::device::DeviceInfo;
 use crate::plan::family::{Call, Family, Job, Kernel, TileQueue};
@@ -29,6 +29,10 @@ impl Family for HopperPaged {
     }
 
     fn is_paged(&self) -> bool {
+        true
+    }
+
+    fn takes_any_values(&self) -> bool {
         true
     }
 
@@ -78,13 +82,19 @@ pub(super) fn choose(
     divides: bool,
 ) -> Result<Kernel, Rejection> {
     let p = call.problem;
-    if p.lse {
+    if p.lse && p.quantized.is_some() {
         return Err(Rejection::Argument { name: "lse" });
     }
     requirements::flash(p)?;
-    // Boxes of TMA fit the blocks.
-    requirements::blocks_of(p, kernels::LEAST_BOX)?;
-    let entry = select::smallest(family, call)?;
+    // Boxes of TMA fit the blocks. Where rows are consecutive, a sequence is a block.
+    match p.pages {
+        Some(Pages { consecutive: true, blocks: 1.., .. }) => (),
+        _ => requirements::blocks_of(p, kernels::LEAST_BOX)?,
+    }
+    let entry = select::among(family, call, |_| true, |entry| order(entry, p))?;
+    if entry.role == Role::SplitAttention {
+        may_split(p)?;
+    }
     hopper::can_do(p, call.device)?;
     if !p.rotary.is_none_or(hopper::knows) {
         return Err(Rejection::TooLarge);
@@ -97,10 +107,28 @@ pub(super) fn choose(
     Ok(Kernel::whole(entry))
 }
 
+/// Sums as the call wants them, and the smallest tile that holds its heads: at head size 64 sums of
+/// rounded P are too coarse for a log-sum-exp.
+fn order(entry: &Entry, p: &Problem) -> select::Order {
+    [(entry.exact_sums != p.lse).into(), select::columns(entry), 0, 0]
+}
+
+/// Why kernels that divide the work do not take the call.
+fn may_split(p: &Problem) -> Result<(), Rejection> {
+    if p.lse {
+        return Err(Rejection::Argument { name: "lse" });
+    }
+    match p.v_head_size == p.head_size {
+        true => Ok(()),
+        false => Err(Rejection::Values { dtype: p.v_dtype, size: p.v_head_size }),
+    }
+}
+
 /// Why rows must be gathered from their blocks: attention over gathered ones does better.
 fn suits(call: &Call<'_>) -> Result<(), Rejection> {
     let p = call.problem;
-    if call.options.force.is_none() && !fills_tiles(p) && !reading_often_pays(p, call.device) {
+    let is_sole = call.options.force.is_some() || p.pages.is_some_and(|pages| pages.consecutive);
+    if !is_sole && !fills_tiles(p) && !reading_often_pays(p, call.device) {
         return Err(Rejection::FewRows { got: p.q_len, min: LEAST_ROWS });
     }
     Ok(())
@@ -132,7 +160,7 @@ fn split(call: &Call<'_>, entry: &'static Entry) -> Option<Kernel> {
             && split.dtype == entry.dtype
             && split.head_size == entry.head_size
     };
-    let split = entries().find(is_sister)?;
+    let split = entries().find(is_sister).filter(|_| may_split(p).is_ok())?;
     let division = Division::of(p, p.pages?, split, device);
     if !division.fits(p) {
         return None;
@@ -266,8 +294,8 @@ fn paged_params(job: &Job<'_>, entry: &Entry) -> Result<PagedHopperParams> {
             rotary_params(p.rotary, 0)?,
         )?,
         tokens: u32_of("tokens", pages.tokens)?,
-        per_sequence: u32_of("blocks of a sequence", pages.per_sequence)?,
-        log_block_size: pages.block_size.ilog2(),
+        per_sequence: u32_of("blocks of a sequence", pages.columns())?,
+        log_block_size: block_rows(pages)?.ilog2(),
         blocks: u32_of("blocks", pages.blocks)?,
         least: u32_of("tokens", task.least)?,
         primary: 0,
@@ -345,26 +373,48 @@ fn scratch(
 }
 
 /// The cache is (block, row, head), and the output's rows are tokens. Strides of the cache count
-/// [`columns`].
+/// columns of 16 bits, as TMA has them.
 pub(super) fn attention_params(
     job: &Job<'_>,
     pages: Pages,
     tile_heads: usize,
 ) -> Result<AttentionParams> {
     let params = params(job.problem, job.rows.query.strides, 1)?;
-    let columns = columns(job.problem)?;
-    let cache = pages_strides(job.problem, pages, job.problem.dtype.size());
+    let [k_columns, v_columns] = columns(job.problem)?;
+    let size = job.problem.dtype.size();
+    let k = pages_strides(job.problem, pages, size);
+    let v = page_values_strides(job.problem, pages, size);
     let out = Strides { batch: 0, ..params.out };
-    let params = AttentionParams { k: cache, v: cache, out, ..params };
-    let read = AttentionParams { batch: 1, head_size: columns, ..params };
+    let params = AttentionParams { k, v, out, ..params };
+    let head_size = k_columns.midpoint(v_columns);
+    let read = AttentionParams { batch: 1, head_size, ..params };
     let heads = kernels::l2_section(&read, job.device.l2_bytes);
     Ok(AttentionParams { l2_section: heads / u32_of("query heads", tile_heads)?, ..params })
 }
 
-/// Columns of a row of the cache, as TMA has it: of 16 bits, whatever these are.
-fn columns(p: &Problem) -> Result<u32> {
-    let [.., width] = p.key_cache_shape(0);
-    u32_of("bytes of a row", width * p.key_cache_dtype().size() / p.dtype.size())
+/// Columns of a key and of a value of the cache, as TMA has them: of 16 bits, whatever these are.
+fn columns(p: &Problem) -> Result<[u32; 2]> {
+    let columns = |[.., width]: [usize; 4]| {
+        u32_of("bytes of a row", width * p.key_cache_dtype().size() / p.dtype.size())
+    };
+    Ok([columns(p.key_cache_shape(0))?, columns(p.value_cache_shape(0))?])
+}
+
+/// Maps of keys and values: (block, KV head, row), or where rows are consecutive one block of them.
+fn key_maps(job: &Job<'_>, params: &PagedHopperParams, entry: &Entry) -> Result<[Arg; 2]> {
+    let (p, pages) = (job.problem, pages(job.problem)?);
+    let AttentionParams { kv_heads, k, v, .. } = params.hopper.attention;
+    let box_rows = kernels::box_rows(block_rows(pages)?, entry.keys);
+    let ([k_arg, v_arg], [k_columns, v_columns]) = (job.rows.attended, columns(p)?);
+    let map = |arg, strides: Strides, columns| {
+        if pages.consecutive {
+            let strides = Strides { row: strides.batch, batch: 0, ..strides };
+            return tensor_map(p, arg, strides, [columns, params.blocks, kv_heads, 1], box_rows);
+        }
+        let size = [columns, pages.block_size as u32, kv_heads, params.blocks];
+        tensor_map(p, arg, strides, size, box_rows)
+    };
+    Ok([map(k_arg, k, k_columns), map(v_arg, v, v_columns)])
 }
 
 fn arguments(
@@ -373,8 +423,7 @@ fn arguments(
     entry: &Entry,
 ) -> Result<Vec<(&'static str, Arg)>> {
     let p = job.problem;
-    let AttentionParams { head_size, q_heads, kv_heads, q, k: cache, .. } = params.hopper.attention;
-    let block_size = u32_of("rows of a block", pages(p)?.block_size)?;
+    let AttentionParams { head_size, q_heads, q, .. } = params.hopper.attention;
     // Rows of one head are one box of rows; heads that share a tile come before tokens.
     let heads = params.tile_heads;
     let (queries, apart, tile) = match heads {
@@ -382,9 +431,7 @@ fn arguments(
         _ => ([q_heads, params.tokens], [q.head, q.row], [heads, kernels::QUERY_BOX / heads]),
     };
     let (queries, apart) = ([head_size, queries[0], queries[1], 1], [apart[0], apart[1], 0]);
-    let keys = [columns(p)?, block_size, kv_heads, params.blocks];
-    let box_rows = kernels::box_rows(block_size, entry.keys);
-    let [k, v] = job.rows.attended.map(|arg| tensor_map(p, arg, cache, keys, box_rows));
+    let [k, v] = key_maps(job, params, entry)?;
     let tensor = |id| tensor(p, id, 0);
     Ok(vec![
         ("q", boxes(p, job.rows.query.arg, apart, queries, tile)),
@@ -398,6 +445,7 @@ fn arguments(
         ("past_seqlens", tensor(TensorId::SeqlensK)),
         ("block_table", tensor(TensorId::BlockTable)),
         ("head_sink", tensor(TensorId::HeadSink)),
+        ("lse", tensor(TensorId::Lse)),
         output(p)[0],
     ])
 }

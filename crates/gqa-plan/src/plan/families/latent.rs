@@ -144,7 +144,7 @@ pub(super) fn latent_params(p: &Problem, queries: Strides, splits: u32) -> Resul
     Ok(LatentParams {
         attention: AttentionParams { out, ..params },
         tokens: u32_of("tokens", pages.tokens)?,
-        per_sequence: u32_of("blocks of a sequence", pages.per_sequence)?,
+        per_sequence: u32_of("blocks of a sequence", pages.columns())?,
         log_block_size: pages.block_size.ilog2(),
         blocks: u32_of("blocks", pages.blocks)?,
         counts_new: pages.counts_new.into(),

@@ -75,7 +75,7 @@ fn params(job: &Job<'_>) -> Result<PagedTiledParams> {
         rotary: rotary_params(p.rotary, 0)?,
         steps: page_steps(attention.k),
         tokens: u32_of("tokens", pages.tokens)?,
-        per_sequence: u32_of("blocks of a sequence", pages.per_sequence)?,
+        per_sequence: u32_of("blocks of a sequence", pages.columns())?,
         log_block_size: pages.block_size.ilog2(),
         blocks: u32_of("blocks", pages.blocks)?,
         least: u32_of("tokens", job.task.least)?,
