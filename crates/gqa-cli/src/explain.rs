@@ -36,8 +36,8 @@ pub struct Args {
     /// New tokens of all sequences together, where some have fewer than --query-length.
     #[arg(long, requires = "block_size", conflicts_with = "model", value_parser = count(1 << 31))]
     tokens: Option<u64>,
-    /// Rows of each sequence before the call, such as 5000,17,30x900: how a decode step over a paged
-    /// KV cache divides their keys among CTAs. Blocks have 16 rows, unless --block-size says
+    /// Rows of each sequence before the call, such as 5000,17,30x900: how a decode step over a
+    /// paged KV cache divides their keys among CTAs. Blocks have 16 rows, unless --block-size says
     /// otherwise, and the cache has as many as the sequences need.
     #[arg(long, value_delimiter = ',', value_parser = lengths::parse, conflicts_with_all = [
         "model", "batch", "past_length", "tokens", "separate_cache", "latent", "value_size",

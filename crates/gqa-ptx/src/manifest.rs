@@ -48,8 +48,8 @@ pub struct Kernel {
     pub file: String,
     /// [`sha256`] of the file.
     pub sha256: String,
-    /// The kernel for bfloat16 whose text the file holds in place of this one's: [`as_f16`] of it is
-    /// this one's.
+    /// The kernel for bfloat16 whose text the file holds in place of this one's: [`as_f16`] of it
+    /// is this one's.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub twin: Option<String>,
 }

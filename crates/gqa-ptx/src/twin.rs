@@ -3,9 +3,9 @@
 //! A kernel for bfloat16 and its twin for float16 differ in the instructions that read and write
 //! elements, and in some constants. The kernels write such an operation as one statement that names
 //! the type, so that the compiler makes the same text of both. [`lower`] replaces those statements
-//! that no assembler knows, or not for that GPU; what it writes for bfloat16 is recognised again, by
-//! a register named `bf16`. So [`as_f16`] makes of a kernel for bfloat16 the one for float16, and
-//! only the first has to be shipped.
+//! that no assembler knows, or not for that GPU; what it writes for bfloat16 is recognised again,
+//! by a register named `bf16`. So [`as_f16`] makes of a kernel for bfloat16 the one for float16,
+//! and only the first has to be shipped.
 //!
 //! | the kernels write | for bfloat16 | for float16 |
 //! |---|---|---|

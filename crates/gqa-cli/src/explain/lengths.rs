@@ -1,5 +1,5 @@
-//! `--lengths`: how a decode step over a paged KV cache divides the keys of sequences that differ in
-//! length. The division is the kernels' own ([`Plan::division`]); how it runs is an estimate.
+//! `--lengths`: how a decode step over a paged KV cache divides the keys of sequences that differ
+//! in length. The division is the kernels' own ([`Plan::division`]); how it runs is an estimate.
 
 use std::fmt::Write as _;
 

@@ -93,12 +93,16 @@ hopper_out8_kernels! {
 
 /// Rows of the kernels for paged KV caches, for both 16-bit types: `F16 NAME, BF16 NAME => SHAPE`.
 macro_rules! hopper_paged_kernels {
-    ($table:ident, $role:ident, $run:ident, $args:tt, { $($f16:ident, $bf16:ident => $shape:ty $(, $more:ident: $value:expr)*;)* }) => {
+    ($table:ident, $role:ident, $run:ident, $args:tt, { $(
+        $f16:ident, $bf16:ident => $shape:ty $(, $more:ident: $value:expr)*;
+    )* }) => {
         hopper_paged_kernels!(@rows $table, $role, $run, $args, { $(
             $f16: f16 => $shape $(, $more: $value)*; $bf16: bf16 => $shape $(, $more: $value)*;
         )* });
     };
-    (@rows $table:ident, $role:ident, $run:ident, $args:tt, { $($name:ident: $t:ident => $shape:ty $(, $more:ident: $value:expr)*;)* }) => {
+    (@rows $table:ident, $role:ident, $run:ident, $args:tt, { $(
+        $name:ident: $t:ident => $shape:ty $(, $more:ident: $value:expr)*;
+    )* }) => {
         kernels!($table, HopperPaged: $role, "family-hopper-paged", $args, { $(
             $name => <$shape>::$run, T = $t, {
                 head_size: <$shape>::HEAD_SIZE, rows: <$shape>::ROWS, keys: <$shape>::KEYS,

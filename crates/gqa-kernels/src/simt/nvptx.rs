@@ -458,7 +458,11 @@ macro_rules! of_type {
             let constant: u32;
             // SAFETY: registers only.
             unsafe {
-                asm!(concat!("mov.b32.", $ty, " {}, {}, {};"), out(reg32) constant, const BF16, const F16, options(pure, nomem, nostack))
+                asm!(
+                    concat!("mov.b32.", $ty, " {}, {}, {};"),
+                    out(reg32) constant, const BF16, const F16,
+                    options(pure, nomem, nostack),
+                )
             };
             constant
         }

@@ -91,8 +91,8 @@ impl Part {
         cta.saturating_sub(self.split)
     }
 
-    /// Whether CTA `cta` reads and writes nothing outside of `sequences` sequences and of scratch
-    /// memory, whoever says that this is its part.
+    /// Whether CTA `cta` stays within `sequences` sequences and within scratch memory if this is
+    /// its part. A part that is read from a schedule may hold anything.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn is_sound(&self, cta: u32, sequences: u32, slots: u32) -> bool {
         let left =
@@ -228,7 +228,8 @@ impl Division {
         None
     }
 
-    /// Passes each part with its number to `write`: what [`find`](Self::find) finds for it. Warp `warp` of `warps` passes every `warps`-th group of [`LANES`] sequences.
+    /// Passes each part with its number to `write`: what [`find`](Self::find) finds for it. Warp
+    /// `warp` of `warps` passes every `warps`-th group of [`LANES`] sequences.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn for_each_part(
         &self,

@@ -42,7 +42,7 @@ pub(super) fn row_index(place: Place, s: u32, p: &AttentionParams) -> usize {
     index_among(p.q_len, place, s, p)
 }
 
-/// The same of rows of which each query head has `rows`.
+/// The same, where each query head has `rows` rows.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn index_among(rows: u32, place: Place, s: u32, p: &AttentionParams) -> usize {
     let pair = (place.split * p.batch + place.batch) * p.q_heads + place.head;

@@ -23,8 +23,8 @@
 //! values, read in place. A sequence is one block, so that a key tile is one box. The block table
 //! has the first row of each sequence; one outside of the tensor is a gap. A box past the end of
 //! the sequence has rows of the next one, or zeros past the end of the tensor: their keys are
-//! masked, and the consumers clear their values. The warp that looks for gaps also clears output rows
-//! of no sequence, so that no launch before this one must clear all of them.
+//! masked, and the consumers clear their values. The warp that looks for gaps also clears output
+//! rows of no sequence, so that no launch before this one must clear all of them.
 
 use super::output::Destination;
 use super::packing::Packing;
@@ -238,7 +238,8 @@ struct Boxes {
     pages: Pages,
     k: TensorMap,
     v: TensorMap,
-    /// Bytes of the warp's boxes of a tile; of a chunk of these where values are narrower than keys.
+    /// Bytes of the warp's boxes of a tile; of a chunk of these where values are narrower than
+    /// keys.
     bytes: u32,
     /// The V box to load after the next K tile.
     behind: Option<Spot>,
@@ -484,8 +485,8 @@ pub(super) fn look_for_gaps<S: Tile>(
     }
 }
 
-/// Run by one warp of each CTA, where rows are consecutive: clears its share of the output rows that
-/// belong to no sequence, or to tokens that are cut off. Their log-sum-exps become -inf.
+/// Run by one warp of each CTA, where rows are consecutive: clears its share of the output rows
+/// that belong to no sequence, or to tokens that are cut off. Their log-sum-exps become -inf.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) fn clear_rows_of_none<T: MmaElement, S: Tile>(
     pages: Pages,
