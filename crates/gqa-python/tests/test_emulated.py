@@ -670,6 +670,21 @@ class Emulated(Cases, unittest.TestCase):
             kernels = self.kernels(call)
             self.assertEqual([name.startswith(named) for name in kernels], [True], kernels)
 
+    def test_batch_invariant_calls_have_plans_of_their_own(self):
+        """Whichever of two calls that are alike else is planned first."""
+        q = torch.randn(2, 200, 8, 128, dtype=torch.bfloat16)
+        blocks = [torch.randn(32, 64, 2, 128, dtype=torch.bfloat16) for _ in "kv"]
+        table = torch.arange(32, dtype=torch.int32).view(2, 16)
+        lengths = {"block_table": table, "cache_seqlens": torch.tensor([900, 300]).int()}
+        options = lengths | {"causal": True}
+        for first in (False, True):
+            with mock.patch.object(_cuda, "plan", _launch._of_call(planned)):
+                for invariant in (first, not first, first):
+                    named = options | {"batch_invariant": invariant}
+                    kernels = self.kernels(lambda: gqa.flash_attn_with_kvcache(q, *blocks, **named))
+                    tiled = any("tiled_paged" in name for name in kernels)
+                    self.assertEqual(tiled, invariant, kernels)
+
     def decode(self, seed, heads, keys):
         """A decode step whose keys an A100 splits among CTAs, and what it should be."""
         torch.manual_seed(seed)

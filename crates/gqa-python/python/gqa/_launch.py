@@ -81,7 +81,7 @@ def _of_call(make: Callable[[_gqa.Gpu, _gqa.Call], _T]) -> Callable[..., _T]:
     def made(kind: str, q: Tensor, kv_heads: int, scores: Scores, *numbers: Any) -> _T:
         (heads, size), sinks = q.shape[-2:], scores.sinks is not None
         of_tensors = kind, q.device.index, q.dtype, heads, size, kv_heads, sinks
-        key = *of_tensors, scores.scale, scores.softcap, scores.window, numbers
+        key = *of_tensors, scores._replace(slopes=None, sinks=None), numbers
 
         def of_this_kind() -> _T:
             sizes = Sizes(ELEMENTS[q.dtype], heads, kv_heads, size, scores, sinks)
