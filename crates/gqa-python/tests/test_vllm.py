@@ -610,7 +610,12 @@ class OnEmulatedGpu(unittest.TestCase):
                 with self.subTest(lengths=lengths, float8=float8):
                     self.check_ranks(Batch(lengths, kv_heads=1, float8=float8, padding=3))
 
-    def check_ranks(self, batch):
+    def test_graphs_with_decode_context_parallelism(self):
+        """vLLM captures a graph with sequences of one key, that of the step."""
+        captured = Batch([(1, 1), (1, 1), (1, 1)], longest=64)
+        self.check_ranks(Batch([(1, 50), (1, 3), (1, 1)], kv_heads=1, padding=3), captured)
+
+    def check_ranks(self, batch, captured=None):
         whole = self.layer(batch)
         keys, values, _ = whole.new()
         query = self.query(whole, len(keys))
@@ -631,7 +636,12 @@ class OnEmulatedGpu(unittest.TestCase):
                     own = own[own // 4 % 2 == number]
                     slots = whole.slots(whole.table[i], 0, len(own))
                     whole.write(whole.keys[i][own], whole.values[i][own], slots)
+            if captured:
+                graph = builder.build_for_cudagraph_capture(metadata(captured, whole.table))
             step = builder.build(0, metadata(batch, whole.table))
+            if captured:
+                # A replay reads the lengths where the capture did.
+                step.past = graph.past
             output = torch.full((len(keys), batch.heads // 2, 64), 7.0).bfloat16()
             mine = query[:, number * batch.heads // 2 :][:, : batch.heads // 2]
             return impl, (whole, mine, keys, values, cache, step, output)

@@ -172,7 +172,12 @@ class MetadataBuilder(AttentionMetadataBuilder):
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
     ) -> Step:
-        given = common_attn_metadata
+        return self._step(common_attn_metadata, is_captured=False)
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Step:
+        return self._step(common_attn_metadata, is_captured=True)
+
+    def _step(self, given: Any, is_captured: bool) -> Step:
         if not isinstance(given.causal, bool):
             raise invalid("causal", "a tensor", "True or False, for all sequences")
         if given.rswa_prefix_lens is not None:
@@ -187,15 +192,11 @@ class MetadataBuilder(AttentionMetadataBuilder):
             given.block_table_tensor,
             given.query_start_loc_cpu,
             given.seq_lens_cpu_upper_bound,
+            is_captured,
             slot_mapping=given.slot_mapping,
             causal=given.causal,
         )
         step.past = self._past.of(step)
-        return step
-
-    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Step:
-        step = self.build(0, common_attn_metadata)
-        step.is_captured = True
         return step
 
     def update_block_table(self, metadata: Step, blk_table: Tensor, slot_mapping: Tensor) -> Step:

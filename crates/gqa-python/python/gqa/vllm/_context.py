@@ -46,8 +46,9 @@ class Lengths:
 
 
 def _has_past(step: Step) -> bool:
-    """Whether sequences have keys of steps before. All ranks find the same."""
-    if step.lengths_on_cpu is None:
+    """Whether sequences have keys of steps before. All ranks find the same. vLLM captures graphs
+    with sequences that have none, and replays them with others."""
+    if step.is_captured or step.lengths_on_cpu is None:
         return True
     return bool((step.lengths_on_cpu != step.starts_on_cpu.diff()).any())
 
