@@ -313,7 +313,7 @@ def earlier(arguments, numbers, window):
     if looked is None:
         return None, None
     key, addresses = looked
-    return key, _steps.again(key, arguments[0], addresses)
+    return key, _steps.again(key, arguments, addresses)
 
 
 def in_memory(tensor, strides):
@@ -520,6 +520,22 @@ class Emulated(Cases, unittest.TestCase):
         with mock.patch.object(Planned, "gpu", "a100"):
             kernels = self.kernels(lambda: attend(starts, key_starts, *bounds))
             self.assertFalse([name for name in kernels if "hopper" in name], kernels)
+
+    def test_packed_calls_like_earlier_ones(self):
+        """Other lengths and tensors, and one list of starts or two: they are not planned again."""
+        for is_one in (True, False):
+            _steps._steps.clear()
+            for turn, rows in enumerate(((40, 60, 28), (1, 126, 1), (128, 0, 0))):
+                starts = torch.tensor([0, *itertools.accumulate(rows)]).int()
+                key_starts = starts if is_one else starts.clone()
+                q, k, v = (torch.randn(128, 4, 64, dtype=torch.float16) for _ in "qkv")
+                where = starts, key_starts, 128, 128
+                with mock.patch.object(_cuda, "varlen", wraps=_cuda.varlen) as planned:
+                    out = gqa.flash_attn_varlen_func(q, k, v, *where)
+                self.assertEqual(planned.called, turn == 0)
+                for first, last in zip(starts[:-1], starts[1:]):
+                    given = (x[first:last] for x in (q, k, v))
+                    self.near(out[first:last], expected(*given, (-1, -1))[0])
 
     def test_packed_keys_that_no_kernel_reads_are_copied(self):
         starts = torch.tensor([0, 40, 100]).int()

@@ -124,7 +124,7 @@ def varlen(
         return _varlen_over_blocks(q, cache, *where, scores, want_lse, step, out, schedule)
     asked = _asked_in_rows(q, k, v, starts, most, scores, want_lse)
     if asked is not None:
-        return _in_rows(q, k, v, starts, asked, scores, want_lse, out)
+        return _in_rows(q, k, v, starts, asked, scores, want_lse, step, out)
     if is_self and not want_lse and k.shape == v.shape and _suits_blocks(q, scores):
         return _over_new_blocks(q, k, v, starts[0], most[0], scores, out), None
     if is_self and starts[0].shape[0] == 2 and q.shape[0] <= most[0] and scores.slopes is None:
@@ -740,6 +740,7 @@ def _in_rows(
     asked: tuple[Any, ...],
     scores: Scores,
     want_lse: bool,
+    step: Step | None,
     out: Tensor | None,
 ) -> _Results:
     """Attention to packed keys and values where they are. The kernel sets rows of no sequence to
@@ -759,7 +760,13 @@ def _in_rows(
         "head_sink": _sinks(scores, q),
         "lse": lse,
     }
-    run(plan(*asked), tensors)
+    planned = plan(*asked)
+    run(planned, tensors)
+    if step is not None:
+        # First keys are where the keys' starts are.
+        of_arguments = tensors | {"block_table": starts[1]}
+        lengths_of = tensors["seqlens_k"], starts[1]
+        _steps.keep(step[0], planned, of_arguments, step[1], [], lengths_of=lengths_of)
     return out, _with_sinks(lse, tensors["head_sink"]) if lse is not None else None
 
 

@@ -297,12 +297,17 @@ def flash_attn_varlen_func(
 
     Log-sum-exps have shape (heads, rows of all sequences).
     """
-    lists = cu_seqlens_q, seqused_k, block_table
+    is_packed = block_table is None and seqused_k is None
+    # The one list of both, where it is one.
+    key_starts = cu_seqlens_k if is_packed and cu_seqlens_k is not cu_seqlens_q else None
+    lists = cu_seqlens_q, key_starts, seqused_k, block_table
     arguments = q, k, v, *lists, k_descale, v_descale, scheduler_metadata
     numbers = softmax_scale, causal, softcap, max_seqlen_q, max_seqlen_k
     _no_dropout(dropout_p)
     want_lse = _wants_lse(return_softmax_lse, return_attn_probs)
-    unusual = seqused_k is None or None in (max_seqlen_q, max_seqlen_k)
+    unusual = (block_table is None) != (seqused_k is None) or cu_seqlens_q is None
+    unusual = unusual or (is_packed and cu_seqlens_k is None)
+    unusual = unusual or None in (max_seqlen_q, max_seqlen_k)
     unusual = unusual or want_lse or alibi_slopes is not None or s_aux is not None
     unusual = unusual or out is not None
     key, earlier = (None, None) if unusual else _earlier(arguments, numbers, window_size)
@@ -443,7 +448,7 @@ def _earlier(
     if looked is None:
         return None, None
     key, addresses = looked
-    return key, _steps.again(key, arguments[0], addresses)
+    return key, _steps.again(key, arguments, addresses)
 
 
 def _step(key: Any, arguments: tuple[Any, ...]) -> dict[str, Any]:

@@ -19,7 +19,8 @@ _Read = tuple[Any, Sequence[int]]
 
 
 class _Step(NamedTuple):
-    """A plan, and which of the arguments, the output and the constants its tensors are."""
+    """A plan, and which of the arguments, the output, the constants and the lengths its tensors
+    are."""
 
     planned: _launch.Planned
     pick: Callable[[Sequence[int]], Sequence[int]]
@@ -29,6 +30,8 @@ class _Step(NamedTuple):
     # Of the output, and whether the plan writes all of it.
     shape: Sequence[int]
     has_all_rows: bool
+    # The argument whose differences the lengths are, if there are any.
+    starts: Optional[int]
 
 
 _steps: dict[Any, _Step] = {}
@@ -80,15 +83,20 @@ def look(
     return (_launch.current_stream(first.get_device()), numbers, layouts), addresses
 
 
-def again(key: Any, q: Tensor, addresses: Sequence[int]) -> Tensor | None:
+def again(key: Any, arguments: Arguments, addresses: Sequence[int]) -> Tensor | None:
     """The output of a call like one that was kept, or None."""
     step = _steps.get(key)
     if step is None:
         return None
+    q: Any = arguments[0]
     make = q.new_empty if step.has_all_rows else q.new_zeros
     out = make(step.shape)
-    addresses = step.pick((*addresses, out.data_ptr(), *step.addresses))
-    _launch.enqueue(step.planned, out, key[0], addresses)
+    addresses = *addresses, out.data_ptr(), *step.addresses
+    if step.starts is not None:
+        starts: Any = arguments[step.starts]
+        lengths = starts.diff()
+        addresses = *addresses, lengths.data_ptr()
+    _launch.enqueue(step.planned, out, key[0], step.pick(addresses))
     return out
 
 
@@ -99,10 +107,19 @@ def keep(
     arguments: Arguments,
     constants: Sequence[Tensor],
     has_all_rows: bool = True,
+    lengths_of: Optional[tuple[Tensor, Tensor]] = None,
 ) -> None:
     """Keeps a call whose tensors are its arguments, an output, which it writes all of or is 0
-    elsewhere, and constants."""
+    elsewhere, constants, and perhaps lengths, which come with the argument whose differences they
+    are."""
     pool = *arguments, tensors["output"], *constants
+    starts = None
+    if lengths_of is not None:
+        lengths, argument = lengths_of
+        pool = *pool, lengths
+        starts = next((i for i, given in enumerate(arguments) if given is argument), None)
+        if starts is None:
+            return
     places = {id(tensor): place for place, tensor in enumerate(pool) if tensor is not None}
     picked = [places.get(id(tensors[name])) for name in planned.tensors]
     # A tensor that is none of these is a copy of an argument, and made anew each time. Of two
@@ -115,4 +132,5 @@ def keep(
     addresses = tuple(tensor.data_ptr() for tensor in constants)
     pick = operator.itemgetter(*picked)
     shape = tuple(tensors["output"].shape)
-    _steps[key] = _Step(planned, pick, tuple(constants), addresses, shape, has_all_rows)
+    kept = _Step(planned, pick, tuple(constants), addresses, shape, has_all_rows, starts)
+    _steps[key] = kept
