@@ -35,7 +35,7 @@ pub use crate::hopper::{
 };
 pub use crate::matrix::{
     ldmatrix_x2, ldmatrix_x2_trans, ldmatrix_x4, ldmatrix_x4_trans, mma_m16n8k8_tf32,
-    mma_m16n8k16_bf16, mma_m16n8k16_f16,
+    mma_m16n8k16_bf16, mma_m16n8k16_f16, movmatrix_trans,
 };
 
 macro_rules! identity {

@@ -21,6 +21,7 @@ pub(crate) fn execute(instruction: Collective, block: &mut Block, first: usize) 
             lanes.iter_mut().for_each(|lane| lane.registers[0] = any as u32);
         }
         Collective::LoadMatrices(matrices) => return matrix::load(block, first, matrices),
+        Collective::Transpose => matrix::transpose(warp(block, first)),
         Collective::Product(product) => matrix::multiply(warp(block, first), product),
         Collective::ProductTf32 => matrix::multiply_tf32(warp(block, first)),
         Collective::NamedBarrier { id, threads, waits } => {

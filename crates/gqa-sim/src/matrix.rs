@@ -1,4 +1,4 @@
-//! `ldmatrix` and `mma`, from the fragment maps of the PTX manual.
+//! `ldmatrix`, `movmatrix` and `mma`, from the fragment maps of the PTX manual.
 //!
 //! A fragment register holds two 16-bit elements, the first in its low half. With `group = lane /
 //! 4` and `pair = lane % 4`:
@@ -6,6 +6,7 @@
 //! | fragment | register | elements |
 //! |---|---|---|
 //! | 8×8 of `ldmatrix` | m | matrix m: row `group`, columns `2 pair, +1`; transposed: rows `2 pair, +1`, column `group` |
+//! | 8×8 of `movmatrix` | 0 | row `group`, columns `2 pair, +1` |
 //! | A, 16×16 | 0, 1, 2, 3 | rows `group, +8, +0, +8`; columns from `2 pair + 0, 0, 8, 8` |
 //! | B, 16×8 | 0, 1 | rows (k) from `2 pair + 0, 8`; column `group` |
 //! | A, 16×8, TF32 | 0, 1, 2, 3 | rows `group, +8, +0, +8`; columns `pair + 0, 0, 4, 4` |
@@ -74,6 +75,18 @@ impl Matrices {
         }
         let element = |row: usize| (matrix[row][group / 2] >> (16 * (group % 2))) & 0xffff;
         element(2 * pair) | element(2 * pair + 1) << 16
+    }
+}
+
+/// Register 0 is a lane's part of the matrix, before and after.
+pub(crate) fn transpose(lanes: &mut [Lane; 32]) {
+    let mut matrix = [[0; 4]; 8];
+    for (lane, state) in lanes.iter().enumerate() {
+        matrix[lane / 4][lane % 4] = state.registers[0];
+    }
+    let form = Matrices { count: 1, transposed: true };
+    for (lane, state) in lanes.iter_mut().enumerate() {
+        state.registers[0] = form.part(&matrix, lane);
     }
 }
 
@@ -176,6 +189,15 @@ ldmatrix! {
     ldmatrix_x2 = 2, false;
     /// As [`ldmatrix_x2`], each matrix transposed.
     ldmatrix_x2_trans = 2, true;
+}
+
+/// Transposes an 8×8 matrix of 16-bit elements, of which a lane has two neighbours of row `lane / 4`
+/// before and after.
+#[track_caller]
+#[inline(always)]
+pub fn movmatrix_trans(matrix: u32) -> u32 {
+    let [transposed] = meet(Collective::Transpose, [matrix]);
+    transposed
 }
 
 /// `d += a · b` for a 16×16 and a 16×8 tile of f16, fragments as PTX defines them.

@@ -21,6 +21,11 @@ pub trait MmaCode: Code {
     const PRODUCT: f32;
     /// The units of the words of [`halves`](Self::halves), powers of two.
     fn units(self) -> [f32; 4];
+    /// Whether it is: a constant where the format is one.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn has_offset(self) -> bool {
+        Self::HAS_OFFSET
+    }
     /// As many quantized values as a word holds, of 0 each.
     fn zeros(self) -> u32;
     /// Word `i < PER_HALF_WORD` holds code `i` of the lower half of `codes` and code `i` of its
@@ -200,6 +205,10 @@ impl MmaCode for Bits4 {
     const HAS_OFFSET: bool = true;
     const PRODUCT: f32 = Int4::PRODUCT;
 
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn has_offset(self) -> bool {
+        !self.is_float
+    }
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn units(self) -> [f32; 4] {
         let (of_int4, of_float4) = (Int4.units(), Float4.units());

@@ -138,11 +138,11 @@ families! {
     /// A whole decode step: rotation, append, attention by clusters of blocks, merge.
     Decode: "decode", "family-decode", ["sm_80", "sm_90" ptx 81, "sm_90a" ptx 81 => "family-decode-warpgroup"];
     /// The same over a quantized KV cache.
-    DecodeQuantized: "decode_quantized", "family-decode-quantized", ["sm_80", "sm_90" ptx 81];
+    DecodeQuantized: "decode_quantized", "family-decode-quantized", ["sm_80" ptx 78, "sm_90" ptx 81];
     /// The same over a paged KV cache.
     DecodePaged: "decode_paged", "family-decode-paged", ["sm_80", "sm_90" ptx 81, "sm_90a" ptx 81 => "family-decode-paged-warpgroup"];
     /// The same over a paged and quantized KV cache.
-    DecodePagedQuantized: "decode_paged_quantized", "family-decode-paged-quantized", ["sm_80", "sm_90" ptx 81];
+    DecodePagedQuantized: "decode_paged_quantized", "family-decode-paged-quantized", ["sm_80" ptx 78, "sm_90" ptx 81];
 }
 
 /// Rows of [`Role`] with their names.

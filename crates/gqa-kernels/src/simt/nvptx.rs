@@ -407,6 +407,19 @@ ldmatrix! {
     ldmatrix_x2_trans = 2 "x2.trans" [a, b] "{}, {}";
 }
 
+/// Transposes an 8×8 matrix of 16-bit elements, of which a lane has two neighbours of row `lane / 4`
+/// before and after. SM 75.
+#[inline(always)]
+pub fn movmatrix_trans(matrix: u32) -> u32 {
+    let transposed;
+    // SAFETY: registers only; all lanes take part.
+    unsafe {
+        asm!("movmatrix.sync.aligned.m8n8.trans.b16 {}, {};",
+            out(reg32) transposed, in(reg32) matrix, options(nomem, nostack));
+    }
+    transposed
+}
+
 macro_rules! mma {
     ($($(#[$doc:meta])* $name:ident = $shape:literal $ty:literal;)*) => {$(
         $(#[$doc])*

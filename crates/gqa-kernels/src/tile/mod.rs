@@ -22,6 +22,7 @@ pub mod bias;
 pub mod columns;
 pub mod copy;
 pub mod descriptor;
+pub mod flipped;
 pub mod fragment;
 pub mod padded;
 pub mod pages;

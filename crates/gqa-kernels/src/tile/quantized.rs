@@ -14,6 +14,7 @@
 //! of a unit.
 
 use super::columns::Columns;
+use super::flipped;
 use super::fragment::Fragments;
 use super::swizzle::{Swizzled, WarpRead};
 use crate::num::{MmaCode, MmaElement, f16};
@@ -22,7 +23,7 @@ use crate::simt::{ldmatrix_x4, ldmatrix_x4_trans};
 /// Scores of a lane's rows with keys whose quantized values are all 0: what [`scores`] has to
 /// subtract.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
-pub fn zero_scores<C: MmaCode, const M: usize, const D8: usize>(
+pub fn zero_scores<C: MmaCode, const M: usize, const HALVES: usize, const D8: usize>(
     code: C,
     queries: impl Fn(usize) -> [[[u32; 2]; M]; 2],
 ) -> [[f32; 2]; M] {
@@ -32,13 +33,19 @@ pub fn zero_scores<C: MmaCode, const M: usize, const D8: usize>(
         for depth in 0..D8 / 2 {
             let [low, high] = queries(depth);
             let step = 2 * depth % C::PER_HALF_WORD;
+            if flipped::fits(M, HALVES) {
+                let [first, second] = [zeros[step], zeros[step + 1]];
+                f16::mma(&mut scores[0], [first, first, second, second], [low[0][0], high[0][0]]);
+                continue;
+            }
             for m in 0..M {
                 let a = [low[m][0], low[m][1], high[m][0], high[m][1]];
                 f16::mma(&mut scores[m], a, [zeros[step], zeros[step + 1]]);
             }
         }
     }
-    scores.map(|[low, _, high, _]| [low, high])
+    let second = if flipped::fits(M, HALVES) { 1 } else { 2 };
+    scores.map(|of_tile| [of_tile[0], of_tile[second]])
 }
 
 /// `scores = queries · keysᵀ` over `N8` blocks of 8 keys in rows of `U` units; `queries(depth)` is
@@ -78,6 +85,41 @@ pub fn scores<C: MmaCode, const M: usize, const U: usize, const N8: usize>(
     scores
 }
 
+/// The same for eight query rows, [`flipped`].
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+pub fn flipped_scores<C: MmaCode, const M: usize, const U: usize, const N8: usize>(
+    code: C,
+    queries: impl Fn(usize) -> [[[u32; 2]; M]; 2],
+    zero_scores: &[[f32; 2]; M],
+    keys: Swizzled<u8, U>,
+    read: &WarpRead<U>,
+) -> Fragments<M, N8> {
+    let [first, second] = zero_scores[0].map(|score| 0.0 - score);
+    let mut sums = [[first, second, first, second]; N8];
+    for pair in 0..U / 2 {
+        for tile in 0..N8 / 2 {
+            let words = ldmatrix_x4(read.address(keys, tile, pair));
+            for unit in 0..2 {
+                let [upper, lower] = [words[unit], words[unit + 2]].map(|word| code.halves(word));
+                for step in 0..C::PER_HALF_WORD / 2 {
+                    let depth = (2 * pair + unit) * (C::PER_HALF_WORD / 2) + step;
+                    let [low, high] = queries(depth);
+                    let (i, j) = (2 * step, 2 * step + 1);
+                    let a = [upper[i], lower[i], upper[j], lower[j]];
+                    f16::mma(&mut sums[tile], a, [low[0][0], high[0][0]]);
+                }
+            }
+        }
+    }
+    let mut scores = [[[0.0; 4]; N8]; M];
+    for tile in 0..N8 / 2 {
+        let [first, second, further_first, further_second] = sums[tile];
+        scores[0][2 * tile] = [first, second, 0.0, 0.0];
+        scores[0][2 * tile + 1] = [further_first, further_second, 0.0, 0.0];
+    }
+    scores
+}
+
 /// `out += (weights · values)ᵀ` over `N8` blocks of 8 keys in rows of `U` units; blocks of 8
 /// columns of the output have every `P`-th channel of a unit each.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
@@ -99,6 +141,9 @@ pub fn accumulate<
     for depth in 0..N8 / 2 {
         let b: [[[u32; 2]; HALVES]; M] = core::array::from_fn(|m| {
             let [low, high] = [weights[m][2 * depth], weights[m][2 * depth + 1]];
+            if flipped::fits(M, HALVES) {
+                return [[low, high].map(flipped::operand::<f16>); HALVES];
+            }
             core::array::from_fn(|half| {
                 [low, high].map(|block| f16::pack(block[2 * half], block[2 * half + 1]))
             })
@@ -132,7 +177,8 @@ pub fn accumulate<
             }
         }
     }
-    if C::HAS_OFFSET {
+    // With more rows registers do not suffice for a branch.
+    if C::HAS_OFFSET && (!flipped::fits(M, HALVES) || code.has_offset()) {
         subtract::<M, HALVES, D8>(out, &zeros);
     }
 }

@@ -83,6 +83,19 @@ fn matrix_loads_distribute_elements_as_ptx_says() {
 }
 
 #[test]
+fn a_matrix_in_registers_is_transposed_as_ptx_says() {
+    let element = |row: u32, column: u32| 8 * row + column;
+    let results = lanes(|lane| {
+        let (group, pair) = (lane / 4, lane % 4);
+        [movmatrix_trans(element(group, 2 * pair) | element(group, 2 * pair + 1) << 16)]
+    });
+    for (lane, [result]) in results.into_iter().enumerate() {
+        let (group, pair) = (lane as u32 / 4, lane as u32 % 4);
+        assert_eq!(result, element(2 * pair, group) | element(2 * pair + 1, group) << 16);
+    }
+}
+
+#[test]
 fn last_lanes_of_a_two_matrix_load_give_no_address() {
     lanes(|lane| {
         store_rows();

@@ -27,6 +27,9 @@ pub trait Cached: Copy {
     /// blocks.
     const GROUP: u32;
 
+    /// Whether scores of eight query rows have keys as rows, as in [`flipped`](crate::tile::flipped).
+    const FLIPS: bool;
+
     /// Whether each row of the cache has scales of its own.
     fn by_row(coding: Self::Coding) -> bool;
 
@@ -64,13 +67,13 @@ pub trait Cached: Copy {
     ) -> f32;
 
     /// Scores of a lane's rows that products have too much.
-    fn zero_scores<const M: usize, const D8: usize>(
+    fn zero_scores<const M: usize, const HALVES: usize, const D8: usize>(
         coding: Self::Coding,
         queries: impl Fn(usize) -> [[[u32; 2]; M]; 2],
     ) -> [[f32; 2]; M];
 
-    /// As [`columns::scores`].
-    fn scores<const M: usize, const UNITS: usize, const N8: usize>(
+    /// As [`columns::scores`], or flipped.
+    fn scores<const M: usize, const HALVES: usize, const UNITS: usize, const N8: usize>(
         coding: Self::Coding,
         queries: impl Fn(usize) -> [[[u32; 2]; M]; 2],
         zero_scores: &[[f32; 2]; M],
@@ -172,6 +175,7 @@ impl<T: MmaElement> Cached for T {
     type Coding = ();
     type Scale = ();
     const GROUP: u32 = 1;
+    const FLIPS: bool = false;
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn by_row((): ()) -> bool {
@@ -205,7 +209,7 @@ impl<T: MmaElement> Cached for T {
     }
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn zero_scores<const M: usize, const D8: usize>(
+    fn zero_scores<const M: usize, const HALVES: usize, const D8: usize>(
         (): (),
         _: impl Fn(usize) -> [[[u32; 2]; M]; 2],
     ) -> [[f32; 2]; M] {
@@ -213,7 +217,7 @@ impl<T: MmaElement> Cached for T {
     }
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn scores<const M: usize, const UNITS: usize, const N8: usize>(
+    fn scores<const M: usize, const HALVES: usize, const UNITS: usize, const N8: usize>(
         (): (),
         queries: impl Fn(usize) -> [[[u32; 2]; M]; 2],
         _: &[[f32; 2]; M],

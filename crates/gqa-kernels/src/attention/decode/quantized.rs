@@ -27,6 +27,7 @@ use crate::simt::{
 };
 use crate::tile::columns::Columns;
 use crate::tile::copy::UNIT;
+use crate::tile::flipped;
 use crate::tile::fragment::Fragments;
 use crate::tile::quantized::{self, Order};
 use crate::tile::swizzle::{Swizzled, WarpRead};
@@ -72,6 +73,7 @@ impl<T: MmaElement, F: MmaCode> Cached for Codes<T, F> {
     type Coding = Coding<F>;
     type Scale = [[f32; 2]; CHANNELS];
     const GROUP: u32 = 16 / F::BITS;
+    const FLIPS: bool = true;
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn by_row(coding: Coding<F>) -> bool {
@@ -167,22 +169,27 @@ impl<T: MmaElement, F: MmaCode> Cached for Codes<T, F> {
     }
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn zero_scores<const M: usize, const D8: usize>(
+    fn zero_scores<const M: usize, const HALVES: usize, const D8: usize>(
         coding: Coding<F>,
         queries: impl Fn(usize) -> [[[u32; 2]; M]; 2],
     ) -> [[f32; 2]; M] {
-        quantized::zero_scores::<F, M, D8>(coding.code, queries)
+        quantized::zero_scores::<F, M, HALVES, D8>(coding.code, queries)
     }
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn scores<const M: usize, const UNITS: usize, const N8: usize>(
+    fn scores<const M: usize, const HALVES: usize, const UNITS: usize, const N8: usize>(
         coding: Coding<F>,
         queries: impl Fn(usize) -> [[[u32; 2]; M]; 2],
         zero_scores: &[[f32; 2]; M],
         keys: Swizzled<u8, UNITS>,
         read: &WarpRead<UNITS>,
     ) -> Fragments<M, N8> {
-        quantized::scores::<F, M, UNITS, N8>(coding.code, queries, zero_scores, keys, read)
+        if flipped::fits(M, HALVES) {
+            let code = coding.code;
+            quantized::flipped_scores::<F, M, UNITS, N8>(code, queries, zero_scores, keys, read)
+        } else {
+            quantized::scores::<F, M, UNITS, N8>(coding.code, queries, zero_scores, keys, read)
+        }
     }
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]

@@ -16,6 +16,7 @@ use crate::params::DecodeParams;
 use crate::prologue::row_scales::largest_of_lanes;
 use crate::simt::{lane, shfl_idx_f32};
 use crate::tile::columns::Columns;
+use crate::tile::flipped;
 use crate::tile::fragment::{Fragments, column_of};
 use crate::tile::rows::Rows;
 
@@ -97,15 +98,24 @@ impl<
 
     /// Scores, or weights, times those of their keys or values, and a factor.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub(super) fn times_row_scales(
+    pub(super) fn times_row_scales<C: Cached>(
         scores: &mut Fragments<M, N8>,
         of_tile: &OfTile,
         which: usize,
         factor: f32,
     ) {
         for block in 0..N8 {
+            let first = (8 * block) as u32 % 32;
+            if Self::flips::<C>() {
+                let key = first + flipped::key_of();
+                let scale = shfl_idx_f32(of_tile[block / 4][which], key) * factor;
+                for i in 0..2 {
+                    scores[0][block][i] *= scale;
+                }
+                continue;
+            }
             for i in 0..2 {
-                let key = (8 * block) as u32 % 32 + column_of() + i as u32;
+                let key = first + column_of() + i as u32;
                 let scale = shfl_idx_f32(of_tile[block / 4][which], key) * factor;
                 for m in 0..M {
                     for half in 0..2 {

@@ -25,7 +25,8 @@ use crate::simt::{
 };
 use crate::tile::columns::{Columns, load_depth, load_queries, weigh};
 use crate::tile::copy::{UNIT, wait_for_all_but};
-use crate::tile::fragment::{Fragments, row_of};
+use crate::tile::flipped;
+use crate::tile::fragment::{Fragments, column_of, row_of};
 use crate::tile::rows::{Rows, Span};
 use crate::tile::softmax::{ScoreScale, States, hide, mask, total};
 use crate::tile::swizzle::{Swizzled, WarpCopy, WarpRead};
@@ -164,6 +165,11 @@ impl<
         if Self::ROWS * padded * 4 <= Self::RING_BYTES { padded } else { Self::HEAD_SIZE }
     };
 
+    /// Whether scores have keys as rows.
+    pub(super) const fn flips<C: Cached>() -> bool {
+        C::FLIPS && flipped::fits(M, HALVES)
+    }
+
     /// Where lanes copy to.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn lanes<C: Cached>() -> WarpCopy<UNITS> {
@@ -257,7 +263,13 @@ impl<
         begin: u32,
         scores: &mut Fragments<BLOCKS, N8>,
     ) {
-        hide(scores, begin, |row| !layout.is_somewhere(layout.place(row.min(a.capacity - 1))));
+        hide(scores, begin, |row| Self::is_nowhere(a, layout, row));
+    }
+
+    /// Whether a row is nowhere.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn is_nowhere<L: Layout>(a: &AttentionParams, layout: L, row: u32) -> bool {
+        !layout.is_somewhere(layout.place(row.min(a.capacity - 1)))
     }
 
     /// Looks up where the warp's part of a tile of the team is.
@@ -346,8 +358,10 @@ impl<
         let RowScales { coding, staging } = of_rows;
         let scale = ScoreScale::new(a.scale * unit, a.softcap);
         let visible_of = |m: usize, r: u32| rows.row(16 * m as u32 + r).visible;
+        let flips = Self::flips::<C>();
+        let row_of = |i: usize| if flips { column_of() + i as u32 } else { row_of(i) };
         let visible: [[_; 2]; M] =
-            core::array::from_fn(|m| core::array::from_fn(|half| visible_of(m, row_of(half))));
+            core::array::from_fn(|m| core::array::from_fn(|i| visible_of(m, row_of(i))));
         let (mut states, mut acc) = ([[SoftmaxState::EMPTY; 2]; M], [[[[0.0; 2]; 2]; M]; D8]);
         let read = WarpRead::of_this_lane();
         let queries = if Self::IS_TIGHT {
@@ -358,9 +372,9 @@ impl<
         let load = |depth| load_depth::<C::Operand, M, HALVES, D8>(Self::queries(), depth);
         let kept = |depth: usize| [queries[2 * depth], queries[2 * depth + 1]];
         let zero_scores = if Self::IS_TIGHT {
-            C::zero_scores::<M, D8>(coding, load)
+            C::zero_scores::<M, HALVES, D8>(coding, load)
         } else {
-            C::zero_scores::<M, D8>(coding, kept)
+            C::zero_scores::<M, HALVES, D8>(coding, kept)
         };
         let (mut tile, mut slot) = (share.start(Self::team()), 0);
         let ahead = STAGES * share.step(Self::TEAMS);
@@ -388,29 +402,32 @@ impl<
             sync_warp();
             let keys = if is_fresh { Self::fresh_keys() } else { Self::keys(slot) };
             let mut weights = if Self::IS_TIGHT {
-                C::scores::<M, UNITS, N8>(coding, load, &zero_scores, keys, &read)
+                C::scores::<M, HALVES, UNITS, N8>(coding, load, &zero_scores, keys, &read)
             } else {
-                C::scores::<M, UNITS, N8>(coding, kept, &zero_scores, keys, &read)
+                C::scores::<M, HALVES, UNITS, N8>(coding, kept, &zero_scores, keys, &read)
             };
             sync_warp();
             Self::copy(Self::keys(slot), &cache, cache.k, spots, share, after);
 
             if by_row {
-                Self::times_row_scales(&mut weights, &of_tile, row_scales::KEYS, 1.0);
+                Self::times_row_scales::<C>(&mut weights, &of_tile, row_scales::KEYS, 1.0);
             }
             scale.adjust(&mut weights);
             let limit = if is_fresh { u32::MAX } else { share.old_end };
             let is_partial = share.span.is_partial(begin, Self::KEYS);
             if is_partial || begin + Self::KEYS > limit {
-                if tree.is_none() {
-                    mask(&mut weights, begin, |m, half| {
-                        let Visible { first, end } = if Self::IS_TIGHT {
-                            visible_of(m, opaque(row_of(half)))
-                        } else {
-                            visible[m][half]
-                        };
-                        Visible { first, end: end.min(limit) }
-                    });
+                let sees = |m: usize, i: usize| {
+                    let Visible { first, end } = if Self::IS_TIGHT {
+                        visible_of(m, opaque(row_of(i)))
+                    } else {
+                        visible[m][i]
+                    };
+                    Visible { first, end: end.min(limit) }
+                };
+                if flips {
+                    flipped::mask(&mut weights, begin, |i| sees(0, i));
+                } else if tree.is_none() {
+                    mask(&mut weights, begin, sees);
                 } else {
                     let bounds = [begin, share.past, limit.min(share.span.some.end)];
                     let word = |m, half| Self::word(16 * m as u32 + opaque(row_of(half)));
@@ -418,13 +435,23 @@ impl<
                 }
             }
             if lacks_rows {
-                Self::hide_nowhere(a, cache.layout, begin, &mut weights);
+                if flips {
+                    flipped::hide(&mut weights, begin, |row| {
+                        Self::is_nowhere(a, cache.layout, row)
+                    });
+                } else {
+                    Self::hide_nowhere(a, cache.layout, begin, &mut weights);
+                }
             }
-            weigh::<M, HALVES, N8, D8>(&mut states, &mut weights, &mut acc, scale);
+            if flips {
+                flipped::weigh(&mut states, &mut weights, &mut acc, scale);
+            } else {
+                weigh::<M, HALVES, N8, D8>(&mut states, &mut weights, &mut acc, scale);
+            }
             if by_row {
                 value_unit = Self::raise_unit(&mut acc, &of_tile, value_unit);
                 let inverse = 1.0 / value_unit;
-                Self::times_row_scales(&mut weights, &of_tile, row_scales::VALUES, inverse);
+                Self::times_row_scales::<C>(&mut weights, &of_tile, row_scales::VALUES, inverse);
             }
 
             wait_for_all_but(2 * STAGES - 1);
@@ -506,9 +533,18 @@ impl<
         for m in 0..M {
             for half in 0..HALVES {
                 let first = 16 * m as u32 + 8 * half as u32;
-                let SoftmaxState { max, sum } = total(states[m][half]);
-                if lane() % 4 == 0 {
-                    Self::state_of(warp(), first + lane() / 4).store(0, [max, sum]);
+                if Self::flips::<C>() {
+                    for i in 0..2 {
+                        let SoftmaxState { max, sum } = flipped::total(states[0][i]);
+                        if lane() < 4 {
+                            Self::state_of(warp(), column_of() + i as u32).store(0, [max, sum]);
+                        }
+                    }
+                } else {
+                    let SoftmaxState { max, sum } = total(states[m][half]);
+                    if lane() % 4 == 0 {
+                        Self::state_of(warp(), first + lane() / 4).store(0, [max, sum]);
+                    }
                 }
                 for block in 0..D8 {
                     let start = first_channel(block as u32, C::GROUP);
