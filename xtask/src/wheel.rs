@@ -137,14 +137,26 @@ fn try_python(wheel: &Path) -> Result<()> {
 /// Compares it with PyPI's onnxruntime.
 fn try_onnx_runtime(wheel: &Path) -> Result<()> {
     let python = installed("wheel-tried", "onnxruntime", wheel)?;
+    let library = library_in(&python)?;
+    let tests = place::root().join("tests/ort.py");
+    shown(Command::new(python).arg(tests).arg(library).args(["RandomModel", "Nodes"]))
+}
+
+/// Installs the library as users do, in a wheel, and returns where it is then.
+pub fn installed_library(python: &Path, library: &Path) -> Result<PathBuf> {
+    let wheel = build(library, &folder::fresh(&place::target().join("onnxruntime-wheel"))?)?;
+    pip::install_wheel(python, &wheel)?;
+    library_in(python)
+}
+
+/// The library of the wheel that is installed.
+fn library_in(python: &Path) -> Result<PathBuf> {
     let code = "import gqa_onnxruntime, onnxruntime; \
                 gqa_onnxruntime.register(onnxruntime.SessionOptions()); \
                 print(gqa_onnxruntime.library_path())";
-    let output = Command::new(&python).args(["-c", code]).output()?;
+    let output = Command::new(python).args(["-c", code]).output()?;
     ensure!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    let library = String::from_utf8_lossy(&output.stdout).trim().to_owned();
-    let tests = place::root().join("tests/ort.py");
-    shown(Command::new(python).arg(tests).args([&library, "RandomModel", "Nodes"]))
+    Ok(String::from_utf8_lossy(&output.stdout).trim().into())
 }
 
 #[cfg(test)]
