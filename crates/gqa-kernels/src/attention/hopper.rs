@@ -720,15 +720,26 @@ pub fn splits(
 }
 
 /// (query head, batch) pairs of a section: their K and V fill at most about half the L2 cache.
-/// Sections hold whole groups of query heads and are about equally large.
+/// Sections hold whole groups of query heads and are about equally large, or the last one is large
+/// enough to keep all `multiprocessors` busy until its longest row tile is done.
 #[cfg(not(target_arch = "nvptx64"))]
-pub fn l2_section(p: &AttentionParams, l2_bytes: u64) -> u32 {
+pub fn l2_section(p: &AttentionParams, l2_bytes: u64, multiprocessors: u32) -> u32 {
+    /// Query rows of most tiles.
+    const ROWS: u32 = 128;
     let bytes = 4 * u64::from(p.capacity) * u64::from(p.head_size);
     let caches = (l2_bytes / 2 / bytes.max(1)).max(1);
     let group = u64::from(p.q_heads / p.kv_heads);
     let all = u64::from(p.q_heads) * u64::from(p.batch);
-    let sections = all.div_ceil(caches.saturating_mul(group)).max(1);
-    let pairs = all.div_ceil(sections).next_multiple_of(group).min(all);
+    let fewest = all.div_ceil(caches.saturating_mul(group)).max(1);
+    let pairs = |sections: u64| all.div_ceil(sections).next_multiple_of(group).min(all);
+    // Causal row tiles of a pair take half as long as so many of the longest ones.
+    let row_tiles = u64::from(p.q_len.div_ceil(ROWS)) + 1;
+    let ends_together = |pairs: &u64| {
+        let last = all % (*pairs).max(1);
+        last == 0 || last * row_tiles >= 2 * u64::from(multiprocessors)
+    };
+    let mut sizes = (fewest..=all).map(pairs);
+    let pairs = sizes.find(ends_together).unwrap_or_else(|| pairs(fewest));
     u32::try_from(pairs).unwrap_or(u32::MAX)
 }
 
@@ -737,15 +748,12 @@ mod tests {
     use super::*;
     use bytemuck::Zeroable;
 
+    fn chosen_params() -> AttentionParams {
+        AttentionParams { q_heads: 32, kv_heads: 8, head_size: 128, ..AttentionParams::zeroed() }
+    }
+
     fn chosen(batch: u32, q_len: u32, keys: u32) -> u32 {
-        let p = AttentionParams {
-            batch,
-            q_len,
-            q_heads: 32,
-            kv_heads: 8,
-            head_size: 128,
-            ..AttentionParams::zeroed()
-        };
+        let p = AttentionParams { batch, q_len, ..chosen_params() };
         splits(&p, 128, 128, keys, 132)
     }
 
@@ -754,6 +762,25 @@ mod tests {
         assert_eq!(chosen(1, 64, 8192), 4);
         assert_eq!(chosen(2, 128, 8192), 2);
         assert!(chosen(1, 256, 32768) >= 2);
+    }
+
+    /// Pairs of a section of causal prefill with that many heads, keys of 192 and values of 128.
+    fn section(batch: u32, tokens: u32, [q_heads, kv_heads]: [u32; 2]) -> u32 {
+        let (q_len, capacity, head_size) = (tokens, tokens, 160);
+        let sizes = AttentionParams { batch, q_len, capacity, head_size, ..chosen_params() };
+        l2_section(&AttentionParams { q_heads, kv_heads, ..sizes }, 60 << 20, 132)
+    }
+
+    #[test]
+    fn no_section_ends_in_a_long_row_tile() {
+        // Of three heads each there would be one left, and of six two.
+        assert_eq!(section(1, 16384, [16, 16]), 2);
+        assert_eq!(section(2, 8192, [16, 16]), 4);
+        // What is left of these is enough.
+        assert_eq!(section(8, 2048, [16, 16]), 22);
+        assert_eq!(section(1, 16384, [32, 8]), 12);
+        // One section of all.
+        assert_eq!(section(1, 1024, [16, 16]), 16);
     }
 
     #[test]

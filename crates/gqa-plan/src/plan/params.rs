@@ -182,7 +182,8 @@ pub(super) fn l2_swizzled_params(job: &Job<'_>, splits: u32) -> Result<Attention
 /// [`hopper::l2_section`] by the mean head size of keys and values.
 pub(super) fn l2_section(job: &Job<'_>, params: &AttentionParams) -> Result<u32> {
     let head_size = params.head_size.midpoint(value_size(job.problem)?);
-    Ok(hopper::l2_section(&AttentionParams { head_size, ..*params }, job.device.l2_bytes))
+    let params = AttentionParams { head_size, ..*params };
+    Ok(hopper::l2_section(&params, job.device.l2_bytes, job.device.multiprocessors))
 }
 
 /// The head size of values.

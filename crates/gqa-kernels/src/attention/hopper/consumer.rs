@@ -180,7 +180,8 @@ impl<
         let weights = P::pack_weights::<C, W>(&s);
         let mut state = State { o, weights, rows, begun: false };
         loop {
-            if S::MASK_STAGES == 0 && at.tile < at.keys.cached_end && at.tile > at.bottom {
+            let bottom = at.bottom.saturating_add(S::LEAST_STEPS - 1);
+            if S::MASK_STAGES == 0 && at.tile < at.keys.cached_end && at.tile > bottom {
                 P::step_to_bottom(self, &mut state, at);
                 self.release_queries(at);
             }
@@ -295,9 +296,9 @@ impl<
         if let Some(factors) = self.scales.row_factors::<T, P, S>(rows, self.p) {
             self.softmax.factors = factors;
         }
-        // For 16-bit operands and more than 128 columns one loop is faster: the unmasked loop keeps
-        // K until P is checked, and with few stages that delays the next tiles.
-        let mixed = self.p.softcap > 0.0 || S::D > 128 && !S::IS_TRANSPOSED;
+        // For 16-bit operands and values of more than 128 columns one loop is faster: the unmasked
+        // loop keeps K until P is checked, and with few stages that delays the next tiles.
+        let mixed = self.p.softcap > 0.0 || S::DV > 128 && !S::IS_TRANSPOSED;
         let bottom = if mixed { u32::MAX } else { keys.first.max(keys.full_first) };
         Cursor { slot, keys, tile: keys.end.wrapping_sub(1), bottom }
     }

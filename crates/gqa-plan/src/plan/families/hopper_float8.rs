@@ -228,7 +228,7 @@ impl<'a> Operands<'a> {
         ];
         // A float8 is half of an element.
         let halves = AttentionParams { head_size: head_size / 2, ..*self.params };
-        let l2_section = kernels::l2_section(&halves, device.l2_bytes);
+        let l2_section = kernels::l2_section(&halves, device.l2_bytes, device.multiprocessors);
         let params = Float8Params {
             attention: AttentionParams { l2_section, ..*self.params },
             scales: self.scales,

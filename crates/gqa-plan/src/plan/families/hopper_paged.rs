@@ -388,7 +388,7 @@ pub(super) fn attention_params(
     let params = AttentionParams { k, v, out, ..params };
     let head_size = k_columns.midpoint(v_columns);
     let read = AttentionParams { batch: 1, head_size, ..params };
-    let heads = kernels::l2_section(&read, job.device.l2_bytes);
+    let heads = kernels::l2_section(&read, job.device.l2_bytes, job.device.multiprocessors);
     Ok(AttentionParams { l2_section: heads / u32_of("query heads", tile_heads)?, ..params })
 }
 
