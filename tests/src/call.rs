@@ -423,7 +423,8 @@ impl Data {
         })
     }
 
-    fn scale(&mut self, how: Quantization, spread: f32) -> f32 {
+    /// A scale of that many standard deviations of keys or values.
+    pub(crate) fn scale(&mut self, how: Quantization, spread: f32) -> f32 {
         let most = match how.format {
             QuantFormat::Int8 => 127.0,
             QuantFormat::Int4 => 7.0,

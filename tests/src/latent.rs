@@ -3,7 +3,8 @@
 
 use crate::Tolerance;
 use crate::call::{Data, poisoned};
-use crate::compare::{optional, tensors};
+use crate::case::any_scales;
+use crate::compare::{codes_rounded_before, equal_codes, optional, row_scales, tensors};
 use crate::lengths::Lengths;
 use crate::paged::put_gaps;
 use crate::parity::{Judge, Parity};
@@ -12,7 +13,10 @@ use gqa_host::engine::{Dense, External, LatentHeads, Layer, Paged, Rope};
 use gqa_host::op::{PagedAttention, PagedCache, PagedInputs};
 use gqa_host::plan::{DeviceInfo, PlanOptions, TensorId, Tensors, plan};
 use gqa_host::reference::Reference;
-use gqa_host::{CacheBinding, DType, Problem, ProblemFields, Result, RowStrides, Sink, Tensor};
+use gqa_host::{
+    CacheBinding, DType, Problem, ProblemFields, QuantFormat, Quantization, Result, RowStrides,
+    Scales, Sink, Tensor,
+};
 use gqa_kernels::registry::Family;
 use ndarray::{Array2, arr1};
 use proptest::prelude::*;
@@ -44,6 +48,8 @@ pub struct LatentCase {
     pub sequences: Vec<[usize; 2]>,
     /// Where their rows are.
     pub rows: LatentRows,
+    /// The quantization of the cache, if any.
+    pub quantized: Option<Quantization>,
     /// Sequences begin with the call, and some are padded; contiguous caches only.
     pub first_prompt: bool,
     /// The new tokens are in the cache already.
@@ -93,8 +99,9 @@ pub fn latent(sizes: &[[usize; 2]], most: usize) -> BoxedStrategy<LatentCase> {
         (prop::sample::select(vec![1usize, 3, 16, 20, 64]), prop::sample::select(sizes.to_vec()));
     let scores = (prop::option::weighted(0.2, 1..=most), prop::option::weighted(0.2, 0.5..8.0f32));
     let call = (crate::any_dtype(), heads, sequences, rows, scores);
-    (call, any::<[bool; 13]>(), any::<u64>())
-        .prop_map(|((dtype, (query, [size, values]), sequences, rows, scores), flags, seed)| {
+    (call, quantization(), any::<[bool; 13]>(), any::<u64>())
+        .prop_map(|(call, quantized, flags, seed)| {
+            let (dtype, (query, [size, values]), sequences, rows, scores) = call;
             let [first_prompt, no_new_rows, rotates, elsewhere, interleaved, head_sink, ..] = flags;
             let [.., tree_mask, bias, lse, separate, counts_new, gaps, slots] = flags;
             let is_paged = matches!(rows, LatentRows::Paged(..));
@@ -107,6 +114,11 @@ pub fn latent(sizes: &[[usize; 2]], most: usize) -> BoxedStrategy<LatentCase> {
             let tree_mask = tree_mask && !external && seed % 5 == 0;
             // The last channels, as in DeepSeek's models, or any.
             let least = size - if elsewhere { size } else { values };
+            // Rows of quantized values are multiples of 16 bytes.
+            let fits = |how: &Quantization| size % (16 * how.codes_per_element()) == 0;
+            let quantized = quantized.filter(fits).filter(|_| !external);
+            let by_token = quantized.is_some_and(|how| how.scales == Scales::PerToken);
+            let rotates = rotates && (quantized.is_none() || is_paged);
             let dim = if least >= 16 { least / 16 * 16 } else { 16 };
             let (dim, most) = (dim.min(64), size.saturating_sub(dim.min(64)));
             let offset = if elsewhere { seed as usize % (most / 8 + 1) * 8 } else { most };
@@ -115,6 +127,7 @@ pub fn latent(sizes: &[[usize; 2]], most: usize) -> BoxedStrategy<LatentCase> {
                 heads: LatentHeads { query, size, values },
                 sequences,
                 rows,
+                quantized,
                 first_prompt,
                 no_new_rows,
                 rotates: (rotates && !external && size % 16 == 0).then_some([dim, offset]),
@@ -125,7 +138,7 @@ pub fn latent(sizes: &[[usize; 2]], most: usize) -> BoxedStrategy<LatentCase> {
                 tree_mask,
                 bias: bias && rows == LatentRows::Dense && !tree_mask,
                 lse,
-                separate: separate && rows == LatentRows::Dense && !no_new_rows,
+                separate: separate && rows == LatentRows::Dense && !no_new_rows && !by_token,
                 counts_new: counts_new && is_paged,
                 gaps: gaps && is_paged && seed % 2 == 0,
                 slots: slots && is_paged && !no_new_rows,
@@ -133,6 +146,15 @@ pub fn latent(sizes: &[[usize; 2]], most: usize) -> BoxedStrategy<LatentCase> {
             }
         })
         .boxed()
+}
+
+/// How a cache is quantized, most often to float8e4m3fn, or that it is not.
+fn quantization() -> impl Strategy<Value = Option<Quantization>> {
+    use QuantFormat::{Float4, Float8, Int4, Int8};
+    let format = prop::sample::select(vec![Float8, Float8, Float8, Int8, Int4, Float4]);
+    let scales = prop_oneof![2 => any_scales(), 1 => Just(Scales::PerToken)];
+    let how = (format, scales).prop_map(|(format, scales)| Quantization { format, scales });
+    prop::option::weighted(0.3, how)
 }
 
 /// Those calls with what the kernel for decode steps over a paged latent cache takes, and for which
@@ -168,6 +190,7 @@ pub fn latent_operators(sizes: &[[usize; 2]], most: usize) -> BoxedStrategy<Late
     let described = |(case, block_size): (LatentCase, usize)| {
         LatentOperator(LatentCase {
             rows: LatentRows::Paged(block_size, [0; 2]),
+            quantized: None,
             first_prompt: false,
             no_new_rows: false,
             tree_mask: false,
@@ -201,13 +224,20 @@ impl LatentCase {
     /// Scores of some calls differ so much that row maxima move from tile to tile. In float32 their
     /// rounding would be more than its tolerance.
     fn scale(&self) -> f32 {
+        self.deviation() as f32 / (self.heads.size as f32).sqrt()
+    }
+
+    /// That of scores.
+    fn deviation(&self) -> f64 {
         let is_wide = self.dtype != DType::F32 && self.seed % 3 == 0;
-        let deviation = if is_wide { 15.0 } else { 1.3 };
-        deviation / (self.heads.size as f32).sqrt()
+        if is_wide { 15.0 } else { 1.3 }
     }
 
     fn layer(&self) -> Layer {
         let mut layer = Layer::latent(self.dtype, self.heads, self.scale());
+        if let Some(how) = self.quantized {
+            layer = layer.quantized(how);
+        }
         if let Some(softcap) = self.softcap {
             layer = layer.softcap(softcap);
         }
@@ -235,10 +265,15 @@ impl LatentCase {
         let call = if self.counts_new { call.total_lengths() } else { call };
         let call = if self.no_new_rows { call.appended() } else { call };
         let call = if self.slots { call.slot_mapping() } else { call };
-        let [behind_row, behind_block] = apart.map(|units| units * 16 / self.dtype.size());
-        let row = self.heads.size + behind_row;
+        let element = self.quantized.map_or(self.dtype, Quantization::dtype).size();
+        let [behind_row, behind_block] = apart.map(|units| units * 16 / element);
+        let per_element = self.quantized.map_or(1, Quantization::codes_per_element);
+        let row = self.heads.size / per_element + behind_row;
         let strides = RowStrides { batch: block_size * row + behind_block, head: row, row };
+        // Rows that have scales lie side by side.
+        let by_token = self.quantized.is_some_and(|how| how.scales == Scales::PerToken);
         self.layer().paged(match apart {
+            _ if by_token => call,
             [0, 0] => call,
             _ => call.cache_strides(strides),
         })
@@ -270,6 +305,7 @@ impl LatentCase {
 }
 
 /// A call's tensors.
+#[derive(Clone)]
 struct Given {
     query: Tensor,
     /// New rows, or all where there is no cache.
@@ -284,6 +320,8 @@ struct Given {
     head_sink: Option<Tensor>,
     /// NaN where no sequence has rows.
     cache: Tensor,
+    /// Of a quantized cache: all of them, or those of its rows.
+    scales: Option<Tensor>,
 }
 
 impl Given {
@@ -291,7 +329,7 @@ impl Given {
         let mut data = Data { dtype: case.dtype, rng: SmallRng::seed_from_u64(case.seed) };
         let count = case.sequences.len();
         let query = data.normal(&problem.query_shape(), 1.0);
-        let (cache, table) = Self::cache(case, &mut data);
+        let (cache, scales, table) = Self::cache(case, &mut data);
         let key = TensorId::Key.spec(problem).map(|spec| match case.rows {
             LatentRows::External => {
                 let held = (0..count * case.longest())
@@ -341,6 +379,7 @@ impl Given {
             bias: problem.bias_shape().map(|shape| data.normal(&shape, 1.0)),
             head_sink: case.head_sink.then(|| data.normal(&[case.heads.query], 2.0)),
             cache,
+            scales,
         }
     }
 
@@ -358,8 +397,8 @@ impl Given {
         arr1(&slots).into()
     }
 
-    /// The cache and the table of blocks.
-    fn cache(case: &LatentCase, data: &mut Data) -> (Tensor, Vec<i32>) {
+    /// The cache, its scales, and the table of blocks.
+    fn cache(case: &LatentCase, data: &mut Data) -> (Tensor, Option<Tensor>, Vec<i32>) {
         let ([columns, blocks], count) = (case.blocks(), case.sequences.len());
         let mut order: Vec<_> = (0..blocks as i32).collect();
         order.shuffle(&mut data.rng);
@@ -389,11 +428,25 @@ impl Given {
                 [blocks, size, 1, case.heads.size]
             }
         };
-        (data.held_rows(&shape, 1.0, &held), table)
+        let Some(how) = case.quantized else {
+            return (data.held_rows(&shape, 1.0, &held), None, table);
+        };
+        let cache = data.codes(&shape, how, &held);
+        let scales: Vec<_> = match how.scales.count(1, case.heads.size) {
+            Some(count) => (0..count).map(|_| data.scale(how, 1.0)).collect(),
+            None => held
+                .iter()
+                .map(|&held| if held { data.scale(how, 1.0) } else { f32::NAN })
+                .collect(),
+        };
+        (cache, Some(arr1(&scales).into()), table)
     }
 
     /// Output, log-sum-exps on request, and the cache after the call on `backend`.
     fn run(&self, problem: &Problem, backend: &dyn Backend) -> Result<Got> {
+        let of_rows = self.scales.as_ref().filter(|_| problem.has_row_scales());
+        let of_all = self.scales.as_ref().filter(|_| !problem.has_row_scales());
+        let mut of_rows = of_rows.map(|scales| [scales.clone(), Tensor::zeros(DType::F32, &[0])]);
         let mut output = poisoned(problem.out_dtype, &problem.output_shape());
         let mut lse = problem.lse.then(|| poisoned(DType::F32, &problem.lse_shape()));
         let past = (problem.cache == CacheBinding::Separate).then_some(&self.cache);
@@ -419,18 +472,19 @@ impl Given {
             .with(TensorId::SinCache, sin)
             .with(TensorId::TreeMask, self.words.as_ref())
             .with(TensorId::AttentionBias, self.bias.as_ref())
-            .with(TensorId::HeadSink, self.head_sink.as_ref());
+            .with(TensorId::HeadSink, self.head_sink.as_ref())
+            .with(TensorId::KScale, of_all);
         let mut io = Io {
             inputs,
             output: &mut output,
             present_key: if problem.has_present() { &mut cache } else { &mut no_cache },
             present_value: &mut nothing,
-            row_scales: None,
+            row_scales: of_rows.as_mut().map(|scales| scales.each_mut()),
             output_qk: None,
             lse: lse.as_mut(),
         };
         backend.run(problem, &mut io)?;
-        Ok((output, lse, cache))
+        Ok(Got { output, lse, cache, scales: of_rows })
     }
 }
 
@@ -450,40 +504,93 @@ impl Parity for LatentCase {
     fn judge(&self) -> std::result::Result<Judge<'_>, String> {
         let problem = self.problem().map_err(|e| e.to_string())?;
         let given = Given::new(self, &problem);
+        if self.quantized.is_some() && self.rotates.is_some() {
+            return self.judge_by_its_cache(problem, given);
+        }
         self.judge_by(move |backend| given.run(&problem, backend))
     }
 }
 
-/// Output, log-sum-exps on request, and the cache.
-type Got = (Tensor, Option<Tensor>, Tensor);
+/// What a call leaves.
+struct Got {
+    output: Tensor,
+    /// On request.
+    lse: Option<Tensor>,
+    cache: Tensor,
+    /// Of the rows of the cache.
+    scales: Option<[Tensor; 2]>,
+}
 
 impl LatentCase {
+    /// Most weights of some calls are those of few keys, and more so the more scores differ: then
+    /// what rounds the numbers of a quantized cache is felt more.
+    fn tolerance(&self) -> Tolerance {
+        let rounds = if self.quantized.is_some() { self.deviation().max(1.0) } else { 1.0 };
+        match self.dtype {
+            DType::F16 => Tolerance { absolute: 8e-3 * rounds, relative: 4e-3 },
+            DType::BF16 => Tolerance { absolute: 4e-2 * rounds, relative: 2e-2 },
+            _ => Tolerance { absolute: 2e-5, relative: 1e-4 },
+        }
+    }
+
     /// Compares what back ends compute with what the reference does.
     fn judge_by<'a>(
         &'a self,
         run: impl Fn(&dyn Backend) -> Result<Got> + 'a,
     ) -> std::result::Result<Judge<'a>, String> {
-        let run = move |backend: &dyn Backend| {
-            run(backend).map_err(|e| format!("{}: {e}", backend.name()))
-        };
-        let (want, want_lse, want_cache) = run(&Reference)?;
-        let tolerance = match self.dtype {
-            DType::F16 => Tolerance { absolute: 8e-3, relative: 4e-3 },
-            DType::BF16 => Tolerance { absolute: 4e-2, relative: 2e-2 },
-            _ => Tolerance { absolute: 2e-5, relative: 1e-4 },
-        };
+        let run = named(run);
+        let want = run(&Reference)?;
+        let tolerance = self.tolerance();
         let exact = Tolerance { absolute: 0.0, relative: 0.0 };
         let keys = if self.rotates.is_some() { tolerance } else { exact };
         Ok(Box::new(move |backend| {
-            let (got, got_lse, got_cache) = run(backend)?;
-            let errors = tensors("output", &got, &want, tolerance)?;
-            optional("lse", &got_lse, &want_lse, tolerance)?;
-            if self.rows != LatentRows::External {
-                tensors("present_key", &got_cache, &want_cache, keys)?;
+            let got = run(backend)?;
+            let errors = tensors("output", &got.output, &want.output, tolerance)?;
+            optional("lse", &got.lse, &want.lse, tolerance)?;
+            row_scales(&got.scales, &want.scales, self.dtype, false)?;
+            if self.quantized.is_some() {
+                equal_codes("present_key", &got.cache, &want.cache)?;
+            } else if self.rows != LatentRows::External {
+                tensors("present_key", &got.cache, &want.cache, keys)?;
             }
             Ok(errors)
         }))
     }
+
+    /// The same where a new key's quantized value may round either way near a tie: the output is
+    /// compared for the resulting cache, with no new rows.
+    fn judge_by_its_cache(
+        &self,
+        problem: Problem,
+        given: Given,
+    ) -> std::result::Result<Judge<'_>, String> {
+        let read = Self { no_new_rows: true, slots: false, ..self.clone() };
+        let read = read.problem().map_err(|e| e.to_string())?;
+        let want = named(|backend| given.run(&problem, backend))(&Reference)?;
+        Ok(Box::new(move |backend| {
+            let got = named(|backend| given.run(&problem, backend))(backend)?;
+            let of_keys = row_scales(&got.scales, &want.scales, self.dtype, true)?;
+            codes_rounded_before("present_key", &got.cache, &want.cache, of_keys, self.dtype)?;
+            let scales = got.scales.as_ref().map(|[keys, _]| keys.clone());
+            let given = Given {
+                key: None,
+                slots: None,
+                cache: got.cache.clone(),
+                scales: scales.or_else(|| given.scales.clone()),
+                ..given.clone()
+            };
+            let want = named(|backend| given.run(&read, backend))(&Reference)?;
+            optional("lse", &got.lse, &want.lse, self.tolerance())?;
+            tensors("output", &got.output, &want.output, self.tolerance())
+        }))
+    }
+}
+
+/// With the back end's name before errors.
+fn named(
+    run: impl Fn(&dyn Backend) -> Result<Got>,
+) -> impl Fn(&dyn Backend) -> std::result::Result<Got, String> {
+    move |backend| run(backend).map_err(|e| format!("{}: {e}", backend.name()))
 }
 
 /// A call of PagedAttention in the latent layout.
@@ -569,7 +676,7 @@ impl Parity for LatentOperator {
         self.0.judge_by(move |backend| {
             let mut cache = given.paged_cache();
             let outputs = self.op().run(&given.inputs(), &mut cache, backend)?;
-            Ok((outputs.output, outputs.lse, cache.key))
+            Ok(Got { output: outputs.output, lse: outputs.lse, cache: cache.key, scales: None })
         })
     }
 }

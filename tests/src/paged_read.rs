@@ -169,10 +169,13 @@ pub fn latent_reads(
         (prop::sample::select(vec![1usize, 3, 16, 20]), prop::sample::select(sizes.to_vec()));
     let latent = |(case, (query, [size, values])): (PagedReadCase, (usize, [usize; 2]))| {
         let (window, head_sink) = (case.window.filter(|_| values < 512), case.head_sink);
+        // Rows of quantized values are multiples of 16 bytes.
+        let quantized = case.quantized.filter(|_| size % 16 == 0);
+        let format = if case.seed % 2 == 0 { QuantFormat::Float8 } else { QuantFormat::Int8 };
         PagedReadCase {
             heads: [query, 1, size],
             latent: Some(values),
-            quantized: None,
+            quantized: quantized.map(|how| Quantization { format, ..how }),
             tree_mask: false,
             rotates: false,
             view: case.view.map(|view| CacheView { heads_outside: false, ..view }),
@@ -380,7 +383,7 @@ impl Given {
             let most = match how.format {
                 QuantFormat::Int8 => 128.0,
                 QuantFormat::Int4 => 8.0,
-                QuantFormat::Float8 => 448.0,
+                QuantFormat::Float8 => 16.0,
                 QuantFormat::Float4 => 6.0,
             };
             let mut scale = || data.rng.random_range(1.0..2.0f32) / most;
@@ -480,7 +483,9 @@ impl Given {
         let [mut present_key, mut present_value] = self.cache.clone();
         let rotary = self.rotary.as_ref();
         let of_rows = self.scales.as_ref().filter(|_| problem.has_row_scales());
-        let mut of_rows = of_rows.map(|scales| [scales.clone(), scales.clone()]);
+        let none = Tensor::zeros(DType::F32, &[0]);
+        let of_values = |scales: &Tensor| if problem.latent { none } else { scales.clone() };
+        let mut of_rows = of_rows.map(|scales| [scales.clone(), of_values(scales)]);
         let of_all = self.scales.as_ref().filter(|_| !problem.has_row_scales());
         let new = self.new.as_ref();
         let inputs = Tensors::default()
@@ -493,7 +498,7 @@ impl Given {
             .with(TensorId::CosCache, rotary.map(|[cos, _]| cos))
             .with(TensorId::SinCache, rotary.map(|[_, sin]| sin))
             .with(TensorId::KScale, of_all)
-            .with(TensorId::VScale, of_all)
+            .with(TensorId::VScale, of_all.filter(|_| !problem.latent))
             .with(TensorId::TreeMask, self.words.as_ref())
             .with(TensorId::HeadSink, self.head_sink.as_ref());
         let mut io = Io {

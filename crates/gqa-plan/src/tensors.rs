@@ -109,11 +109,13 @@ tensors! {
     /// k_scale
     KScale: "k_scale", Input, |p| spec(true, DType::F32, [p.scales()?]);
     /// v_scale
-    VScale: "v_scale", Input, |p| spec(true, DType::F32, [p.scales()?]);
+    VScale: "v_scale", Input, |p| spec(p.has_value_tensors(), DType::F32, [p.scales()?]);
     /// k_scale of a cache with per-token scales: part of the cache
     KRowScale: "k_scale", Cache, |p| spec(true, DType::F32, p.row_scales_shape()?);
     /// v_scale, likewise
-    VRowScale: "v_scale", Cache, |p| spec(true, DType::F32, p.row_scales_shape()?);
+    VRowScale: "v_scale", Cache, |p| {
+        spec(p.has_value_tensors(), DType::F32, p.row_scales_shape()?)
+    };
     /// output_scale
     OutputScale: "output_scale", Input, |p| spec(p.quantizes_output(), DType::F32, [1]);
     /// q_norm_weight

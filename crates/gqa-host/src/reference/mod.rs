@@ -208,15 +208,19 @@ impl<'a> Call<'a> {
                         }
                     };
                     let [mut keys, mut codes] = given.map(|scales| Codes { how, scales });
-                    let all = (
-                        call.present_codes(present_key, past_key, h, &mut keys, new_key)?,
-                        call.present_codes(present_value, past_value, h, &mut codes, new_value)?,
-                    );
+                    let key = call.present_codes(present_key, past_key, h, &mut keys, new_key)?;
+                    let value = match p.latent {
+                        true => bnsh(Vec::new(), 0, 0, 0),
+                        false => {
+                            let past = past_value;
+                            call.present_codes(present_value, past, h, &mut codes, new_value)?
+                        }
+                    };
                     if let Some([k_scale, v_scale]) = &mut io.row_scales {
                         store(k_scale, 0, &keys.scales);
                         store(v_scale, 0, &codes.scales);
                     }
-                    all
+                    (key, value)
                 }
             };
             if let Some(Joined { present: [key, value], .. }) = &joined {

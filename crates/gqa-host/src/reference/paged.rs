@@ -135,7 +135,9 @@ impl<'a> Sequence<'a> {
         }
         if let (Some([k, v]), Some([k_scale, v_scale])) = (&scales, &mut io.row_scales) {
             self.scatter(k, k_scale, size_of::<f32>())?;
-            self.scatter(v, v_scale, size_of::<f32>())?;
+            if !p.latent {
+                self.scatter(v, v_scale, size_of::<f32>())?;
+            }
         }
         Ok(())
     }
@@ -156,7 +158,8 @@ impl<'a> Sequence<'a> {
     fn room_for_scales(&self, call: &Problem) -> Result<Option<[Tensor; 2]>> {
         let Some(shape) = call.row_scales_shape() else { return Ok(None) };
         let zeros = |name| Tensor::try_zeros(name, DType::F32, &shape);
-        Ok(Some([zeros("k_scale")?, zeros("v_scale")?]))
+        let keys = zeros("k_scale")?;
+        Ok(Some([keys, if call.latent { nothing(call) } else { zeros("v_scale")? }]))
     }
 
     /// Attends to the rows that the cache holds.
@@ -178,7 +181,9 @@ impl<'a> Sequence<'a> {
         let mut scales = self.room_for_scales(&call)?;
         if let (Some([k, v]), Some([k_scale, v_scale])) = (&mut scales, &io.row_scales) {
             self.gather(k, k_scale, size_of::<f32>())?;
-            self.gather(v, v_scale, size_of::<f32>())?;
+            if !p.latent {
+                self.gather(v, v_scale, size_of::<f32>())?;
+            }
         }
         let row_scales = scales.as_mut().map(|scales| scales.each_mut());
         self.compute(&call, io, None, [&mut key, &mut value], row_scales)

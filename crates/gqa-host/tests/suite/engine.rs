@@ -7,8 +7,8 @@ use gqa_host::op::{Bounds, GroupQueryAttention, PagedAttention, PagedShapes, Sha
 use gqa_host::plan::{DeviceInfo, PlanOptions, Planner, TensorId};
 use gqa_host::reference::Reference;
 use gqa_host::{
-    CacheBinding, DType, Layout, Phase, QuantFormat, Quantization, RowStrides, Scales, Sink,
-    TensorDesc,
+    CacheBinding, DType, Layout, Phase, Problem, QuantFormat, Quantization, RowStrides, Scales,
+    Sink, TensorDesc,
 };
 
 const HEADS: Heads = Heads { query: 32, kv: 8, size: 128 };
@@ -302,9 +302,7 @@ fn a_latent_layer_is_the_operators_layout() {
             assert!(error.starts_with(names), "{error}");
         }
     }
-    let how = Quantization { format: QuantFormat::Int8, scales: Scales::PerTensor };
     for problem in [
-        layer(heads).quantized(how).paged(call),
         layer(heads).paged(call.packed()),
         layer(heads).dense(Dense::chunk(1, 4, 64).packed()),
         layer(heads)
@@ -314,6 +312,31 @@ fn a_latent_layer_is_the_operators_layout() {
     ] {
         let error = problem.unwrap_err().to_string();
         assert!(error.contains("; allowed: "), "{error}");
+    }
+}
+
+/// Values are a part of the keys, and have their scales.
+#[test]
+fn a_quantized_latent_cache_has_one_tensor_of_scales() {
+    let layer = |scales| {
+        let heads = LatentHeads { query: 128, size: 576, values: 512 };
+        let how = Quantization { format: QuantFormat::Float8, scales };
+        Layer::latent(DType::BF16, heads, 0.07).quantized(how)
+    };
+    let shapes = |problem: &Problem| {
+        let spec = |id: TensorId| id.spec(problem).map(|spec| (spec.dtype, spec.shape));
+        [TensorId::PresentKey, TensorId::KScale, TensorId::KRowScale].map(spec)
+    };
+    let call = Paged::new(3, 20, [100, 64, 30]);
+    let of_all = layer(Scales::PerTensor).paged(call).unwrap();
+    let cache = Some((DType::F8E4M3, vec![100, 64, 1, 576]));
+    assert_eq!(shapes(&of_all), [cache.clone(), Some((DType::F32, vec![1])), None]);
+    let of_rows = layer(Scales::PerToken).paged(call).unwrap();
+    assert_eq!(shapes(&of_rows), [cache, None, Some((DType::F32, vec![100, 64, 1]))]);
+    for problem in [of_all, of_rows] {
+        for id in [TensorId::PresentValue, TensorId::VScale, TensorId::VRowScale] {
+            assert_eq!(id.spec(&problem), None);
+        }
     }
 }
 

@@ -116,7 +116,7 @@ pub fn concat_kv_in_place<T: Element>(
 /// vectors).
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn append_quantized_size(p: &PrologueParams, per_vec: u32) -> [u32; 4] {
-    [p.batch, p.new_len, 2 * p.kv_heads, pairs(p.head_size, per_vec)]
+    [p.batch, p.new_len, p.kv_heads + p.value_heads, pairs(p.head_size, per_vec)]
 }
 
 /// Appends new K and V rows to a shared cache of quantized values.

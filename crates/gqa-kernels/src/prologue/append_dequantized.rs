@@ -36,7 +36,7 @@ const ROWS: u32 = 4;
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn old_rows_size(p: &PrologueParams, per_vec: u32) -> [u32; 4] {
     let most = p.capacity.saturating_sub(p.new_len.min(p.q_len));
-    [p.batch, 2 * p.kv_heads, most.div_ceil(ROWS), p.head_size / per_vec]
+    [p.batch, p.kv_heads + p.value_heads, most.div_ceil(ROWS), p.head_size / per_vec]
 }
 
 /// A space that has as many indices as either has of each, (batch, heads, rows, vectors).
@@ -126,7 +126,8 @@ impl<T: Element> Call<T> {
     /// The same where rows have scales of their own.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn append_with_scales<C: MmaCode>(&self, code: C, p: &PrologueParams) {
-        let size = [p.batch, p.new_len, 2 * p.kv_heads, lanes(p.head_size / T::PER_VEC)];
+        let heads = p.kv_heads + p.value_heads;
+        let size = [p.batch, p.new_len, heads, lanes(p.head_size / T::PER_VEC)];
         let row = |index| self.new_row::<C>(p, index);
         each_row(size, &self.rope, row, |new, to, largest| {
             let scale = code.row_scale(largest);

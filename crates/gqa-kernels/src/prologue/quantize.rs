@@ -29,7 +29,7 @@ use crate::tile::seqlens::Seqlens;
 /// Index space of [`quantize_kv`]: (batch, key heads and then value heads, row, vector).
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn quantize_kv_size(p: &PrologueParams, per_vec: u32) -> [u32; 4] {
-    [p.batch, 2 * p.kv_heads, p.capacity, p.head_size / per_vec]
+    [p.batch, p.kv_heads + p.value_heads, p.capacity, p.head_size / per_vec]
 }
 
 /// Makes quantized values of new rows and all dequantized values.

@@ -139,8 +139,8 @@ impl Layer {
     ///
     /// Calls have one cache, `present_key`, and no tensors `value` and `present_value`; `key` has
     /// the new rows. `output` has heads of `heads.values` elements. Types are as in
-    /// [`new`](Self::new); QK-norm, [quantized](Self::quantized) caches and packed tensors are not
-    /// supported.
+    /// [`new`](Self::new). A [quantized](Self::quantized) cache has `k_scale` and no `v_scale`.
+    /// QK-norm and packed tensors are not supported.
     ///
     /// ```
     /// use gqa_plan::DType;

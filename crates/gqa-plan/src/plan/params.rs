@@ -101,11 +101,12 @@ pub(super) fn params(p: &Problem, q: Strides, splits: u32) -> Result<AttentionPa
 
 /// k_scale and v_scale, whatever they are for.
 pub(super) fn scale_tensors(p: &Problem) -> [(&'static str, Arg); 2] {
-    let ids = match p.has_row_scales() {
+    let [keys, values] = match p.has_row_scales() {
         true => [TensorId::KRowScale, TensorId::VRowScale],
         false => [TensorId::KScale, TensorId::VScale],
     };
-    let [k_scale, v_scale] = ids.map(|id| tensor(p, id, 0));
+    let values = if p.latent { keys } else { values };
+    let [k_scale, v_scale] = [keys, values].map(|id| tensor(p, id, 0));
     [("k_scale", k_scale), ("v_scale", v_scale)]
 }
 

@@ -254,7 +254,8 @@ impl<'a> Builder<'a> {
         let p = self.problem;
         let layout = p.cache_layout(p.capacity);
         let mut room = || self.scratch.take(p.batch * layout.batch, p.dtype.size());
-        self.rows.attended = [room()?, room()?];
+        let keys = room()?;
+        self.rows.attended = [keys, if p.latent { keys } else { room()? }];
         Ok(())
     }
 

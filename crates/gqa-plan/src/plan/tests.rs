@@ -2758,7 +2758,7 @@ fn latent_of(size: usize, s: usize, past: usize) -> ProblemFields {
     }
 }
 
-/// Latent calls over caches of all kinds.
+/// Latent calls over caches of all kinds, some of them quantized.
 fn latents() -> impl Iterator<Item = Problem> {
     let shapes = [(1, 40, 0), (3, 1, 70), (2, 9, 33), (2, 3, 900)];
     (0..shapes.len() * 24).map(move |kind| {
@@ -2767,6 +2767,9 @@ fn latents() -> impl Iterator<Item = Problem> {
         let mut p = ProblemFields { batch, q_heads: 16, ..latent_of(size, s, past) };
         (p.dtype, p.lse) = ([DType::F16, DType::BF16, DType::F32][kind / 2 % 3], kind % 5 == 0);
         (p.v_dtype, p.out_dtype) = (p.dtype, p.dtype);
+        let scales = if kind % 4 == 1 { Scales::PerChannel } else { Scales::PerToken };
+        let how = Quantization { format: QuantFormat::Float8, scales };
+        p.quantized = (kind % 4 != 3 && kind % 7 < 3).then_some(how);
         match kind % 4 {
             0 => (p.past_capacity, p.capacity) = (past + s + 5, past + s + 5),
             1 => {
@@ -2859,8 +2862,6 @@ fn latent_calls_that_cannot_be_are_refused_by_name() {
         change(&mut call);
         Problem::new(call).unwrap_err().to_string()
     };
-    const INT8: Quantization =
-        Quantization { format: QuantFormat::Int8, scales: Scales::PerTensor };
     for (got, want) in [
         (refused(|p| p.kv_heads = 2), "heads.kv: got 2; allowed: 1, in a latent call"),
         (
@@ -2884,7 +2885,6 @@ fn latent_calls_that_cannot_be_are_refused_by_name() {
         (refused(|p| p.packed = true), "packed: got true; allowed: false, in a latent call"),
         (refused(|p| p.slides = true), "slides: got true; "),
         (refused(|p| p.qk_norm = Some(QK_NORM)), "qk_norm: got one; allowed: none"),
-        (refused(|p| p.quantized = Some(INT8)), "quantized: got one; allowed: none"),
         (refused(|p| p.computes = CallKind::Rotation), "heads.query: "),
         (
             refused(|p| p.strided.value = Some(RowStrides { batch: 0, head: 0, row: 0 })),

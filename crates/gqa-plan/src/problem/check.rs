@@ -99,7 +99,6 @@ impl ProblemFields {
         refuse(self.packed, "packed", || ("true", "false, in a latent call"))?;
         refuse(self.slides, "slides", || ("true", "false, in a latent call"))?;
         refuse(self.qk_norm.is_some(), "qk_norm", none)?;
-        refuse(self.quantized.is_some(), "quantized", none)?;
         refuse(self.strided.value.is_some(), "value", || {
             ("strides", "none, as the values of a latent call are a part of its keys")
         })

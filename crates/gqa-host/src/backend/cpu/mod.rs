@@ -331,10 +331,7 @@ impl Run<'_> {
         let k_norm = norm(k_epsilon, "k_norm_weight", io.input(TensorId::KNormWeight))?;
         let key = Append { norm: k_norm, ..key };
         if !p.has_value_tensors() {
-            let past = all("past_key", io.input(TensorId::PastKey))?;
-            let present = elements_mut("present_key", io.present_key.appended("present_key")?)?;
-            key.run(past, present);
-            return Ok(());
+            return self.append_keys(p, &key, io);
         }
         let value =
             rows("value", io.input(TensorId::Value), p.value_layout(), p.v_head_size, None)?;
@@ -366,6 +363,27 @@ impl Run<'_> {
             elements_mut("present_value", io.present_value.appended("present_value")?)?;
         key.run(past_key, present_key);
         value.run(past_value, present_value);
+        Ok(())
+    }
+
+    /// Updates the cache of keys, which is all there is.
+    fn append_keys<T: Element>(
+        &self,
+        p: &Problem,
+        key: &Append<'_, T>,
+        io: &mut IoViews<'_>,
+    ) -> Result<()> {
+        let past = io.input(TensorId::PastKey);
+        let present = io.present_key.appended("present_key")?;
+        if let (Some(how), Some([k_scale, _])) = (p.quantized, &mut io.row_scales) {
+            let scales = elements_mut("k_scale", k_scale.appended("k_scale")?)?;
+            key.run_with_scales(how, present.into_bytes()?, scales);
+        } else if let [Some(codes), _] = Codes::of(p, given_scales(&io.inputs, &None))? {
+            let past = past.map(TensorView::bytes).unwrap_or_default();
+            key.run_quantized(codes, past, present.into_bytes()?);
+        } else {
+            key.run(all("past_key", past)?, elements_mut("present_key", present)?);
+        }
         Ok(())
     }
 }

@@ -122,7 +122,11 @@ impl PagedCall<'_> {
         let mut scales = match alone.row_scales_shape() {
             Some(shape) => {
                 let zeros = |name| Tensor::try_zeros(name, DType::F32, &shape);
-                Some([zeros("k_scale")?, zeros("v_scale")?])
+                let keys = zeros("k_scale")?;
+                Some([
+                    keys,
+                    if p.latent { Tensor::zeros(p.dtype, &[0]) } else { zeros("v_scale")? },
+                ])
             }
             None => None,
         };
@@ -150,7 +154,9 @@ impl PagedCall<'_> {
         }
         if let (Some([k, v]), Some([k_scale, v_scale])) = (&scales, &mut io.row_scales) {
             self.scatter(&places, k, k_scale.appended("k_scale")?.into_bytes()?);
-            self.scatter(&places, v, v_scale.appended("v_scale")?.into_bytes()?);
+            if !p.latent {
+                self.scatter(&places, v, v_scale.appended("v_scale")?.into_bytes()?);
+            }
         }
         Ok(())
     }

@@ -27,7 +27,8 @@ pub(super) fn given_scales<'a>(
 }
 
 impl<'a> Codes<'a> {
-    /// The quantization of keys and values, if the cache is quantized, with its `scales`.
+    /// The quantization of keys and values, if the cache is quantized, with its `scales`. Values of
+    /// a latent call are parts of keys, and have their scales.
     pub(super) fn of(
         p: &Problem,
         scales: [Option<TensorView<'a>>; 2],
@@ -46,7 +47,8 @@ impl<'a> Codes<'a> {
                 _ => Err(Error::invalid(ids[i].name(), "no scales", "those of the problem")),
             }
         };
-        Ok([codes(0)?, codes(1)?])
+        let keys = codes(0)?;
+        Ok([keys, if p.latent { keys } else { codes(1)? }])
     }
 
     /// Numbers that a byte holds.

@@ -474,14 +474,17 @@ impl<'a, T: Element> Cached<'a, T> {
                 T::widen_rows(rows.zip(to).filter_map(or_zeros));
             }
             Self::Codes(codes, bytes) => {
-                // A head's rows lie side by side.
-                let rows = bytes[codes.bytes(start)..].chunks_exact(codes.bytes(size));
-                let rows = (start / size..).zip(rows).zip(to);
+                // A head's rows lie side by side; values may be the leading part of them.
+                let row = codes.bytes(layout.row);
+                let rows = bytes[codes.bytes(start)..].chunks_exact(row);
+                let rows = rows.map(|row| &row[..codes.bytes(size)]);
+                let rows = (start / layout.row..).zip(rows).zip(to);
                 codes.decode(of.head, size, rows.map(|((number, row), to)| (number, row, to)));
             }
             Self::BlocksOfCodes(blocks, codes, bytes) => {
                 let row = |place| {
-                    let row = blocks.row(bytes, place, [codes.bytes(size); 2])?;
+                    let row =
+                        blocks.row(bytes, place, [layout.row, size].map(|n| codes.bytes(n)))?;
                     Some((blocks.start(place, 1)?, row))
                 };
                 let rows = places().map(row).zip(to).filter_map(or_zeros);
