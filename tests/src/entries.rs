@@ -3,9 +3,9 @@
 use crate::parity::{self, SEED};
 use crate::{
     AttentionCase, Case, Parity, any_dtype, attention_case, biased_prompts, case, external,
-    float8_prompts, half_dtype, heads_up_to, latent, latent_in_place, packed_rows, padded, paged,
-    paged_prompts, paged_steps, prompts, quantized, quantized_output, quantized_prompts,
-    quantized_steps, sliding, steps, tree_steps, trees, wide,
+    float8_prompts, half_dtype, heads_up_to, latent, latent_in_float8, latent_in_place,
+    packed_rows, padded, paged, paged_prompts, paged_steps, prompts, quantized, quantized_output,
+    quantized_prompts, quantized_steps, sliding, steps, tree_steps, trees, wide,
 };
 use gqa_host::backend::Backend;
 use gqa_host::plan::{DeviceInfo, PlanOptions, plan};
@@ -146,6 +146,7 @@ fn any_call() -> BoxedStrategy<Rc<dyn Parity>> {
         1 => external(half_dtype(), &WIDE_KEYS, [60, 100]).prop_map(shared),
         2 => packed_rows(half_dtype(), &PACKED, 100).prop_map(shared),
         1 => latent_in_place(latent(&[[576, 512]], 400), &DeviceInfo::h200()).prop_map(shared),
+        1 => latent_in_float8(latent(&[[576, 512]], 400), &DeviceInfo::h200()).prop_map(shared),
         1 => wide(100).prop_map(shared),
     ].boxed()
 }

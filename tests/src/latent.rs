@@ -184,6 +184,19 @@ pub fn latent_in_place(
         .boxed()
 }
 
+/// Such calls over caches of float8 with one scale.
+pub fn latent_in_float8(
+    cases: BoxedStrategy<LatentCase>,
+    device: &DeviceInfo,
+) -> BoxedStrategy<LatentCase> {
+    let scales = prop::sample::select(vec![Scales::PerTensor, Scales::PerHead]);
+    let float8 = |(case, scales): (LatentCase, Scales)| LatentCase {
+        quantized: Some(Quantization { format: QuantFormat::Float8, scales }),
+        ..case
+    };
+    latent_in_place((cases, scales).prop_map(float8).boxed(), device)
+}
+
 /// Of these calls those that PagedAttention can describe, over paged caches.
 pub fn latent_operators(sizes: &[[usize; 2]], most: usize) -> BoxedStrategy<LatentOperator> {
     let cases = (latent(sizes, most), prop::sample::select(vec![1usize, 7, 16, 64]));

@@ -6,7 +6,9 @@ use anyhow::{Context, Result, bail};
 use gqa_host::backend::Io;
 use gqa_host::op::{GroupQueryAttention, QuantType, Shapes};
 use gqa_host::plan::TensorId;
-use gqa_host::{CacheBinding, DType, Error, Problem, Scales, Tensor, TensorDesc};
+use gqa_host::{
+    CacheBinding, DType, Error, Problem, QuantFormat, Quantization, Scales, Tensor, TensorDesc,
+};
 use ndarray::Array1;
 
 use crate::Usage;
@@ -129,6 +131,15 @@ impl Codes {
             Self::Int8 => DType::I8,
             Self::Int4 | Self::Float4 => DType::U8,
             Self::Float8 => DType::F8E4M3,
+        }
+    }
+
+    fn format(self) -> QuantFormat {
+        match self {
+            Self::Int8 => QuantFormat::Int8,
+            Self::Int4 => QuantFormat::Int4,
+            Self::Float8 => QuantFormat::Float8,
+            Self::Float4 => QuantFormat::Float4,
         }
     }
 
@@ -284,6 +295,12 @@ impl Layer {
 
     fn quant_type(&self) -> QuantType {
         self.kv_cache.map(|_| self.scales_per()).into()
+    }
+
+    /// The cache's, if it is quantized.
+    pub fn quantization(&self) -> Option<Quantization> {
+        let scales = self.scales_per();
+        self.kv_cache.map(|codes| Quantization { format: codes.format(), scales })
     }
 
     fn scales_per(&self) -> Scales {

@@ -27,7 +27,7 @@ pub struct Values {
     /// values in their leading ones, of which this is the number. --rotary rotates the others.
     #[arg(long, value_name = "VALUES", value_parser = count(4096), conflicts_with_all = [
         "model", "value_size", "kv_heads", "separate_cache", "packed", "cached", "prefetch_cache",
-        "float32_output", "float8_output", "qk_norm", "kv_cache", "sliding_cache", "smooth_softmax",
+        "float32_output", "float8_output", "qk_norm", "sliding_cache", "smooth_softmax",
         "tree_mask"])]
     latent: Option<u64>,
     /// Elements of a head of values, where there is no KV cache: prefill of --query-length rows, as
@@ -65,6 +65,9 @@ fn latent(
     }
     let heads = LatentHeads { query: heads as usize, size, values };
     let mut layer = engine::Layer::latent(shape.layer.dtype.into(), heads, scale(&shape.layer));
+    if let Some(how) = shape.layer.quantization() {
+        layer = layer.quantized(how);
+    }
     if rotary != Rotation::None {
         let rope = Rope::new(size - values, shape.total()).offset(values);
         let is_interleaved = rotary == Rotation::Interleaved;

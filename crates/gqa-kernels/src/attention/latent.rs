@@ -93,6 +93,7 @@
 //! **Numerics**: f32 accumulation; P = `exp2(score · scale · log2 e - m)` with a lagged row maximum
 //! m, rounded to the element type.
 
+mod convert;
 mod halves;
 mod loads;
 mod merge;
@@ -103,7 +104,7 @@ mod shape;
 mod values;
 
 pub use merge::{MERGE_SHARED_BYTES, MERGE_THREADS, merge};
-pub use shape::{Latent, Shape, Wide};
+pub use shape::{Latent, LatentFloat8, Shape, Wide};
 
 use super::split_kv::MAX_SPLITS;
 use crate::concept::pages::Sequence;
@@ -234,6 +235,8 @@ pub fn has_neighbours(p: &LatentParams) -> bool {
 #[derive(Clone, Copy)]
 struct Pointers<T> {
     q: Global<T>,
+    /// The scale of a float8 cache.
+    scale: Global<f32>,
     block_table: Global<i32>,
     out: Global<T>,
     lse: Global<f32>,
@@ -282,9 +285,30 @@ pub fn latent<T: MmaElement>(
     partial_lse: Global<f32>,
     p: LatentParams,
 ) {
-    let to = Pointers { q, block_table, out, lse, partial_out, partial_lse };
+    let scale = Global::null();
+    let to = Pointers { q, scale, block_table, out, lse, partial_out, partial_lse };
     let lengths = Lengths { starts, past_seqlens, query_seqlens: Global::null() };
     run::<Latent, T>([k, k], lengths, to, &p);
+}
+
+/// The kernel for a latent cache of float8e4m3fn with one scale, `k_scale`.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+pub fn latent_float8<T: MmaElement>(
+    k: TensorMap,
+    q: Global<T>,
+    k_scale: Global<f32>,
+    starts: Global<i32>,
+    past_seqlens: Global<i32>,
+    block_table: Global<i32>,
+    out: Global<T>,
+    lse: Global<f32>,
+    partial_out: Global<f32>,
+    partial_lse: Global<f32>,
+    p: LatentParams,
+) {
+    let to = Pointers { q, scale: k_scale, block_table, out, lse, partial_out, partial_lse };
+    let lengths = Lengths { starts, past_seqlens, query_seqlens: Global::null() };
+    run::<LatentFloat8, T>([k, k], lengths, to, &p);
 }
 
 /// The kernel for heads of 512.
@@ -303,7 +327,8 @@ pub fn wide<T: MmaElement>(
     partial_lse: Global<f32>,
     p: LatentParams,
 ) {
-    let to = Pointers { q, block_table, out, lse, partial_out, partial_lse };
+    let scale = Global::null();
+    let to = Pointers { q, scale, block_table, out, lse, partial_out, partial_lse };
     run::<Wide, T>([k, v], Lengths { starts, past_seqlens, query_seqlens }, to, &p);
 }
 
@@ -334,15 +359,15 @@ fn run<S: Shape, T: MmaElement>(
     // Broadcast, so that the compiler knows that it is warp-uniform.
     let warpgroup = shfl_idx_u32(thread_idx() / WARPGROUP, 0);
     if warpgroup < 2 {
-        // Two warps that load keys and values apart spill with 24.
-        if S::APART {
+        // Warps that load keys and values apart, or convert, spill with 24.
+        if S::APART || S::CONVERTS {
             registers_raise::<232>();
         } else {
             registers_raise::<240>();
         }
         halves::run(&work, warpgroup);
     } else {
-        if S::APART {
+        if S::APART || S::CONVERTS {
             registers_lower::<40>();
         } else {
             registers_lower::<24>();
@@ -472,6 +497,18 @@ impl<'a, S: Shape, T: Element> Work<'a, S, T> {
         self.base + S::EMPTY + 8 * (buffer * S::GROUPS + group)
     }
 
+    /// Barrier of the float8 values of a group of chunks of a buffer.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn codes(&self, buffer: u32, group: u32) -> u32 {
+        self.base + S::CODES + 8 * (buffer * S::GROUPS + group)
+    }
+
+    /// Address of a chunk of a buffer.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn chunk(&self, buffer: u32, chunk: u32) -> u32 {
+        self.buffer(buffer) + chunk * CHUNK_BYTES
+    }
+
     /// Barrier of what a half passes.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn passed(&self, half: u32) -> u32 {
@@ -507,8 +544,14 @@ impl<'a, S: Shape, T: Element> Work<'a, S, T> {
 /// Run by one thread.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn init_barriers<S: Shape>(base: u32, cluster: u32) {
+    let arrivals = if S::CONVERTS { convert::WARPS } else { 1 };
     for i in 0..S::SETS * S::CHUNKS {
-        mbarrier_init(base + S::FULL + 8 * i, 1);
+        mbarrier_init(base + S::FULL + 8 * i, arrivals);
+    }
+    if S::CONVERTS {
+        for i in 0..BUFFERS * S::GROUPS {
+            mbarrier_init(base + S::CODES + 8 * i, 1);
+        }
     }
     for i in 0..BUFFERS * S::GROUPS {
         mbarrier_init(base + S::EMPTY + 8 * i, cluster * WARPGROUP / 32);

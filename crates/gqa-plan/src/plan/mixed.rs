@@ -105,7 +105,7 @@ impl Attentions {
         options: &PlanOptions,
     ) -> Self {
         let step: &'static dyn Family = match problem.quantized {
-            None if problem.latent => &Latent,
+            _ if problem.latent => &Latent,
             None if problem.head_size > LARGEST_DECODE_HEAD => &HopperWide { paged: true },
             None => &DecodePaged,
             Some(_) => &DecodePagedQuantized,

@@ -2617,6 +2617,7 @@ fn latent_reach(name: &str, launch: &Launch, element: usize) -> usize {
         "block_table" => (a.batch * p.per_sequence) as usize * 4,
         "partial_out" => out * 4,
         "partial_lse" => lse * 4,
+        "k_scale" => 4,
         _ => panic!("{name}"),
     }
 }
@@ -2817,6 +2818,18 @@ fn latent_calls_have_kernels_that_read_values_in_keys() {
     assert!(!empty.contains(&"latent"), "{empty:?}");
     let appended = kernels(ProblemFields { rotary: None, ..(*paged.appended()).clone() });
     assert_eq!(appended, ["latent", "latent_merge"]);
+    let float8 = |format, scales| {
+        let quantized = Some(Quantization { format, scales });
+        kernels(ProblemFields { quantized, ..(*paged).clone() })
+    };
+    let converted = float8(QuantFormat::Float8, Scales::PerTensor);
+    assert_eq!(converted, ["paged_append_quantized", "latent_float8", "latent_merge"]);
+    for (format, scales) in
+        [(QuantFormat::Float8, Scales::PerToken), (QuantFormat::Int8, Scales::PerTensor)]
+    {
+        let slow = float8(format, scales);
+        assert_eq!(&slow[..2], ["paged_append_quantized", "paged_gather"]);
+    }
     let paged = kernels(ProblemFields { sink: Sink::PerHead, ..(*paged).clone() });
     assert_eq!(
         (&paged[..2], paged.last()),

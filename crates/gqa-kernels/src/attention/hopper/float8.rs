@@ -525,7 +525,7 @@ pub(super) fn row_factor(top: f32, exponent: i32) -> f32 {
 }
 
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
-pub(super) fn power_of_two(exponent: i32) -> f32 {
+pub(in crate::attention) fn power_of_two(exponent: i32) -> f32 {
     f32::from_bits(((127 + exponent) as u32) << 23)
 }
 

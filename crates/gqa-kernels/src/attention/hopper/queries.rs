@@ -167,7 +167,7 @@ impl<S: Tile> Share<S> {
 /// Bits of the greatest magnitudes of a vector's even and odd elements. Without the sign, floats
 /// are ordered like their bits.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
-fn greatest_of_vector([a, b, c, d]: [u32; 4]) -> u32 {
+pub(in crate::attention) fn greatest_of_vector([a, b, c, d]: [u32; 4]) -> u32 {
     const SIZES: u32 = 0x7fff_7fff;
     max_u16x2(max_u16x2(a & SIZES, b & SIZES), max_u16x2(c & SIZES, d & SIZES))
 }
@@ -190,7 +190,7 @@ fn greatest<S: Tile>(mut tops: [u32; TOGETHER], max: impl Fn(u32, u32) -> u32) -
 /// Exponent of the power of two that brings `top` to exponent [`TOP`], clamped so that the inverse
 /// is a normal number too.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
-fn exponent(top: f32) -> i32 {
+pub(in crate::attention) fn exponent(top: f32) -> i32 {
     let exponent = (top.to_bits() >> 23) as i32 - 127 - TOP;
     exponent.clamp(-120, 120)
 }

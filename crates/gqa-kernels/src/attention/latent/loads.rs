@@ -1,6 +1,7 @@
 //! Run by a warp, or by two where values are apart: finds the blocks of the tiles and copies them
 //! into the buffers.
 
+use super::convert;
 use super::{
     BUFFERS, CHUNK, CHUNK_BYTES, CONTIGUOUS, KEYS, LEAST_BOX, MAX_CLUSTER, MULTIPLYING, OWN_GROUPS,
     ROTATED, Shape, VALUES, Work,
@@ -20,6 +21,7 @@ pub(super) fn run<S: Shape, T: MmaElement>(work: &Work<'_, S, T>, [k, v]: [Tenso
         0 if S::APART => load(work, k, Tiles::Keys),
         1 if S::APART => load(work, v, Tiles::Values),
         0 => load(work, k, Tiles::Both),
+        warp if S::CONVERTS => convert::run(work, warp - 1),
         _ => {}
     }
 }
@@ -122,9 +124,16 @@ impl Boxes {
     /// Copies a group's chunks, once it is empty; in a cluster one of them, to both CTAs.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn copy<S: Shape, T: MmaElement>(&self, work: &Work<'_, S, T>, group: u32, empty: u32) {
-        let chunk = 2 * group + lane() / self.units;
-        let is_used = lane() < 2 * self.units && chunk < S::CHUNKS;
-        let full = work.full(self.set, chunk);
+        // Float8 values of a group are one chunk, and come to the place of its last one.
+        let [chunk, lanes] = match S::CONVERTS {
+            true => [convert::last_chunk::<S>(group), self.units],
+            false => [2 * group + lane() / self.units, 2 * self.units],
+        };
+        let is_used = lane() < lanes && chunk < S::CHUNKS;
+        let full = match S::CONVERTS {
+            true => work.codes(self.buffer, group),
+            false => work.full(self.set, chunk),
+        };
         if S::APART {
             mbarrier_wait_cluster(work.empty(self.buffer, group), empty);
         } else {
@@ -138,8 +147,9 @@ impl Boxes {
         }
         sync_warp();
         if is_used {
-            let to = work.buffer(self.buffer) + chunk * CHUNK_BYTES + self.place * 128;
-            let from = [chunk * CHUNK, self.row, work.rows.kv_head, self.block];
+            let to = work.chunk(self.buffer, chunk) + self.place * 128;
+            let column = if S::CONVERTS { group } else { chunk } * CHUNK;
+            let from = [column, self.row, work.rows.kv_head, self.block];
             if !S::APART || work.cluster == 1 {
                 tma_load(to, self.map, from, full);
             } else if chunk % MAX_CLUSTER == work.rank {

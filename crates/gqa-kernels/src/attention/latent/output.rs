@@ -28,7 +28,7 @@ impl Half {
         if writes && !lse.is_null() {
             lse.store(work.index(row), log_sum_exp);
         }
-        factor
+        if S::CONVERTS { factor * work.to.scale.load(0) } else { factor }
     }
 
     /// Writes the output of rows that exist.

@@ -2,13 +2,19 @@
 //! the rotated channels.
 
 use super::{CHUNK, MULTIPLYING, QUERY_CHUNK, ROWS, Shape, VALUE_SIZE, Work, row_of};
-use crate::num::MmaElement;
+use crate::attention::hopper::{exponent, greatest_of_vector, power_of_two};
+use crate::num::{MmaElement, f16, unpack};
 use crate::simt::*;
 
 /// 16-byte vectors of a query's channels in shared memory.
 const VECTORS: u32 = VALUE_SIZE / 8;
 /// Vectors that a thread has in flight.
 const BATCH: u32 = 8;
+
+/// Rows that a warp converts at a time.
+const TOGETHER: u32 = 4;
+/// Vectors of a row that a lane of that warp has at most.
+const LANE_VECTORS: usize = 3;
 
 /// Left operands of products with a chunk, for each 16 channels.
 pub(super) type Held = [[u32; 4]; 4];
@@ -55,6 +61,92 @@ impl<S: Shape, T: MmaElement> Work<'_, S, T> {
             }
         }
         operands
+    }
+
+    /// [`load_queries`](Self::load_queries) as halves. A row is divided by a power of two that no
+    /// element exceeds as a half, and times the cache's scale that is what its scores are
+    /// multiplied by.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub(super) fn convert_queries(&self) {
+        for first in Rolled(warp() * TOGETHER..ROWS, MULTIPLYING / 32 * TOGETHER) {
+            let vectors: [_; TOGETHER as usize] = core::array::from_fn(|i| {
+                let from = self.query(first + i as u32);
+                core::array::from_fn(|nth| self.query_vector(from, nth as u32 * 32 + lane()))
+            });
+            for i in 0..TOGETHER {
+                self.divide_query(first + i, vectors[i as usize]);
+            }
+        }
+        fence_proxy_async();
+    }
+
+    /// A 16-byte vector of a query; zeros behind it, and where there is none.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn query_vector(&self, from: Option<usize>, vector: u32) -> [u32; 4] {
+        match from {
+            Some(from) if vector < S::KEY_SIZE / 8 => {
+                self.to.q.load_vec(from + vector as usize * 8)
+            }
+            _ => [0; 4],
+        }
+    }
+
+    /// Stores a row that the warp holds, divided.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn divide_query(&self, r: u32, vectors: [[u32; 4]; LANE_VECTORS]) {
+        let top = vectors.map(greatest_of_vector).into_iter().fold(0, max_u16x2);
+        let top = [16, 8, 4, 2, 1]
+            .into_iter()
+            .fold(top, |top, distance| max_u16x2(top, shfl_xor_u32(top, distance)));
+        let [top, ..] = unpack::<T>([(top >> 16).max(top & 0xffff), 0, 0, 0]);
+        let exponent = exponent(top);
+        let factor = power_of_two(-exponent);
+        for nth in 0..LANE_VECTORS as u32 {
+            let unit = nth * 32 + lane();
+            let x = unpack::<T>(vectors[nth as usize]).map(|x: f32| x * factor);
+            let pair = |i: usize| f16::pack(x[2 * i], x[2 * i + 1]);
+            if unit < VECTORS {
+                let (chunk, within) = (unit / 8, (unit % 8) ^ (r % 8));
+                let to = self.base + chunk * QUERY_CHUNK + r * 128 + within * 16;
+                st_shared_vec(to, [pair(0), pair(1), pair(2), pair(3)]);
+            }
+        }
+        if lane() == 0 {
+            self.divisor(r).store(0, power_of_two(exponent));
+        }
+    }
+
+    /// [`load_held`](Self::load_held) as halves.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub(super) fn convert_held(&self) -> Held {
+        let factors = [0, 1].map(|half| rcp(self.divisor(row_of(half)).load(0)));
+        let mut operands = self.load_held();
+        for operand in &mut operands {
+            for (i, word) in operand.iter_mut().enumerate() {
+                let [low, high, ..] = unpack::<T>([*word, 0, 0, 0]);
+                *word = f16::pack(low * factors[i % 2], high * factors[i % 2]);
+            }
+        }
+        operands
+    }
+
+    /// Multiplies the scores of the thread's rows by what their queries were divided by, and by the
+    /// scale of the keys.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub(super) fn undo_division<const N8: usize>(&self, scores: &mut [[f32; 4]; N8]) {
+        let scale = self.to.scale.load(0);
+        let factors = [0, 1].map(|half| scale * self.divisor(row_of(half)).load(0));
+        for block in scores {
+            for i in 0..4 {
+                block[i] *= factors[i / 2];
+            }
+        }
+    }
+
+    /// What row `r` of the tile was divided by.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn divisor(&self, r: u32) -> Shared<f32> {
+        Shared::at(S::DIVISORS).offset(r)
     }
 
     /// Where row `r` of the tile lies in q, if it exists.

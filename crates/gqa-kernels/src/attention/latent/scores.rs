@@ -34,14 +34,14 @@ impl Half {
         wgmma_fence();
         for depth in 0..4 {
             let operand = self.held[depth as usize];
-            T::wgmma_k_major(&mut scores, depth > 0, operand, k.at(depth * 32));
+            S::Operand::<T>::wgmma_k_major(&mut scores, depth > 0, operand, k.at(depth * 32));
         }
         let first = self.first_chunk::<S>(0);
         let chunks = self.chunks(work, first);
         for chunk in u32::from(S::APART)..OWN_CHUNKS {
             self.await_chunk(work, first + chunk);
             wgmma_fence();
-            add_scores::<T>(&mut scores, chunks, chunk);
+            add_scores::<S::Operand<T>>(&mut scores, chunks, chunk);
         }
         wgmma_commit();
         scores
@@ -62,7 +62,7 @@ impl Half {
         }
         wgmma_fence();
         for chunk in 0..OWN_CHUNKS {
-            add_scores::<T>(scores, chunks, chunk);
+            add_scores::<S::Operand<T>>(scores, chunks, chunk);
         }
         wgmma_commit();
     }
@@ -105,6 +105,9 @@ impl Half {
     ) -> Weights {
         let mut scores: Fragments<1, N8> =
             [core::array::from_fn(|block| core::array::from_fn(|i| scores[4 * block + i]))];
+        if S::CONVERTS {
+            work.undo_division(&mut scores[0]);
+        }
         self.scale.adjust(&mut scores);
         self.hide::<S>(&mut scores, tile * KEYS);
         self.release_keys(work, S::LAST_GROUP..S::GROUPS);
@@ -116,7 +119,7 @@ impl Half {
                 }
             }
         });
-        let weights = core::array::from_fn(|depth| pack::<T, N8>(&scores[0], depth));
+        let weights = core::array::from_fn(|depth| pack::<S::Operand<T>, N8>(&scores[0], depth));
         self.pass(work, &weights);
         weights
     }

@@ -3,6 +3,7 @@
 use super::{
     BUFFERS, CHUNK, CHUNK_BYTES, QUERY_CHUNK, ROWS, VALUE_CHUNKS, VALUE_SIZE, WEIGHT_BYTES,
 };
+use crate::num::{MmaElement, f16};
 
 /// A shape: the channels of a key, and offsets in shared memory.
 pub trait Shape {
@@ -12,6 +13,10 @@ pub trait Shape {
     const APART: bool;
     /// The chunk of the queries that stays in registers, the first of a key that is multiplied.
     const HELD: u32;
+    /// What the tensor cores multiply where queries are `T`.
+    type Operand<T: MmaElement>: MmaElement;
+    /// Whether the cache holds float8, of which warps make operands (`convert.rs`).
+    const CONVERTS: bool = false;
 
     /// Chunks of a buffer.
     const CHUNKS: u32 = Self::KEY_SIZE / CHUNK;
@@ -45,8 +50,12 @@ pub trait Shape {
     const EMPTY: u32 = Self::FULL + 8 * Self::SETS * Self::CHUNKS;
     /// Offset of the barriers `PASSED`.
     const PASSED: u32 = Self::EMPTY + 8 * BUFFERS * Self::GROUPS;
+    /// Offset of the barriers `CODES`.
+    const CODES: u32 = Self::PASSED + 8 * BUFFERS;
+    /// Offset of what the rows of the queries were divided by.
+    const DIVISORS: u32 = Self::CODES + if Self::CONVERTS { 8 * BUFFERS * Self::GROUPS } else { 0 };
     /// Dynamic shared memory of a CTA, in bytes.
-    const SHARED_BYTES: u32 = Self::PASSED + 8 * BUFFERS;
+    const SHARED_BYTES: u32 = Self::DIVISORS + if Self::CONVERTS { 4 * ROWS } else { 0 };
 }
 
 /// A latent cache: 576 channels, the first 512 of which are the value.
@@ -56,6 +65,18 @@ impl Shape for Latent {
     const KEY_SIZE: u32 = 576;
     const APART: bool = false;
     const HELD: u32 = VALUE_CHUNKS;
+    type Operand<T: MmaElement> = T;
+}
+
+/// The same in float8e4m3fn.
+pub struct LatentFloat8;
+
+impl Shape for LatentFloat8 {
+    const KEY_SIZE: u32 = Latent::KEY_SIZE;
+    const APART: bool = false;
+    const HELD: u32 = Latent::HELD;
+    type Operand<T: MmaElement> = f16;
+    const CONVERTS: bool = true;
 }
 
 /// Heads of 512.
@@ -65,6 +86,11 @@ impl Shape for Wide {
     const KEY_SIZE: u32 = VALUE_SIZE;
     const APART: bool = true;
     const HELD: u32 = 0;
+    type Operand<T: MmaElement> = T;
 }
 
-const _: () = assert!(Latent::SHARED_BYTES <= 227 << 10 && Wide::SHARED_BYTES <= 227 << 10);
+const _: () = {
+    const MOST: u32 = 227 << 10;
+    assert!(Latent::SHARED_BYTES <= MOST && Wide::SHARED_BYTES <= MOST);
+    assert!(LatentFloat8::SHARED_BYTES <= MOST);
+};

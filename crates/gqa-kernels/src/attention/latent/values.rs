@@ -44,8 +44,8 @@ impl Half {
         let values = Descriptor::new(shfl_idx_u32(self.columns(work, owner), 0), CHUNK_BYTES);
         self.await_values(work, owner);
         let [left, right] = halves(&mut self.out);
-        begin_product::<T>(left, weights, values, 0);
-        begin_product::<T>(right, weights, values, OWN_CHUNKS / 2);
+        begin_product::<S::Operand<T>>(left, weights, values, 0);
+        begin_product::<S::Operand<T>>(right, weights, values, OWN_CHUNKS / 2);
     }
 
     /// Waits for this half's columns of the values of that half's tile. Values that are parts of

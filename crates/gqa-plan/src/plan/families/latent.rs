@@ -9,15 +9,18 @@ use crate::plan::device::Capability;
 use crate::plan::family::{Call, Family, Job, Kernel};
 use crate::plan::launch::{Arg, Launch};
 use crate::plan::options::PlanOption;
-use crate::plan::params::{output, params};
+use crate::plan::params::{output, params, scale_tensors};
 use crate::plan::{requirements, select};
-use crate::problem::{Problem, Sink};
+use crate::problem::{Problem, Quantization, Scales, Sink};
 use crate::{Error, Result};
 use gqa_kernels::attention::latent::{self as kernels, Shape};
 use gqa_kernels::params::{AttentionParams, LatentParams, Strides};
 use gqa_kernels::registry::{self, Entry, Role, entries};
 
 pub(in crate::plan) struct Latent;
+
+/// Elements of a 16-bit row that are read in the time in which a float8 row is made operands of.
+const CONVERTED_ELEMENTS: usize = 400;
 
 /// Most CTAs in z of a grid.
 pub(super) const MOST_SEQUENCES: usize = 65_535;
@@ -61,15 +64,28 @@ impl Family for Latent {
         requirements::blocks_of(p, kernels::LEAST_BOX)?;
         requirements::narrow_output(p)?;
         let entry = select::smallest(self, call)?;
+        holds(entry, p)?;
         select::capabilities(&[Capability::Wgmma], call.device)?;
         let params = latent_params(p, Strides::default(), 1).map_err(|_| Rejection::TooLarge)?;
-        Ok(Kernel::split(entry, splits(call, &params, p.head_size, 1)))
+        let elements = if p.quantized.is_some() { CONVERTED_ELEMENTS } else { p.head_size };
+        Ok(Kernel::split(entry, splits(call, &params, elements, 1)))
     }
 
     fn launches(&self, kernel: &Kernel, job: Job<'_>) -> Result<Vec<Launch>> {
         let params = latent_params(job.problem, job.rows.query.strides, kernel.splits)?;
         let keys = paged_map(&job, job.rows.attended[0], &params)?;
         launches(job, kernel, vec![("k", keys)], &params)
+    }
+}
+
+/// Errs where the cache is quantized otherwise than the kernel reads it: with one scale.
+fn holds(entry: &Entry, p: &Problem) -> Result<(), Rejection> {
+    let Some(Quantization { format, scales }) = p.quantized else { return Ok(()) };
+    requirements::no_row_scales(p)?;
+    match scales {
+        _ if !entry.holds(Some(format)) => Err(Rejection::Format { got: format }),
+        Scales::PerChannel => Err(Rejection::Argument { name: "k_scale" }),
+        _ => Ok(()),
     }
 }
 
@@ -162,6 +178,7 @@ fn arguments(job: &Job<'_>) -> Vec<(&'static str, Arg)> {
         ("query_seqlens", tensor(TensorId::QuerySeqlens)),
         ("block_table", tensor(TensorId::BlockTable)),
         ("lse", tensor(TensorId::Lse)),
+        scale_tensors(p)[0],
         output(p)[0],
     ]
 }
@@ -172,7 +189,9 @@ pub(super) fn paged_map(job: &Job<'_>, cache: Arg, params: &LatentParams) -> Res
     let p = job.problem;
     let strides = pages_strides(p, pages(p)?, p.dtype.size());
     let rows = 1 << params.log_block_size;
-    let AttentionParams { head_size, kv_heads, .. } = params.attention;
-    let size = [head_size, rows, kv_heads, params.blocks];
+    // Columns of 16 bits, whatever these hold.
+    let [.., width] = p.key_cache_shape(0);
+    let columns = u32_of("bytes of a row", width * p.key_cache_dtype().size() / p.dtype.size())?;
+    let size = [columns, rows, params.attention.kv_heads, params.blocks];
     Ok(tensor_map(p, cache, strides, size, kernels::KEYS.min(rows)))
 }
