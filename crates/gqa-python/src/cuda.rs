@@ -194,7 +194,8 @@ fn quantization(format: &str, scales: &str) -> PyResult<Quantization> {
         "tensor" => Scales::PerTensor,
         "head" => Scales::PerHead,
         "channel" => Scales::PerChannel,
-        other => return Err(invalid("k_descale", other, "tensor, head or channel")),
+        "token" => Scales::PerToken,
+        other => return Err(invalid("k_descale", other, "tensor, head, channel or token")),
     };
     Ok(Quantization { format, scales })
 }
@@ -346,6 +347,7 @@ impl Call {
     /// Multi-head latent attention over a paged latent KV cache that has the new rows, with lengths
     /// that count them: `values` are the leading elements of its rows.
     #[staticmethod]
+    #[expect(clippy::too_many_arguments, reason = "each is a number of the call")]
     fn latent(
         sizes: Sizes,
         values: usize,
@@ -354,11 +356,16 @@ impl Call {
         cache: (usize, usize, usize),
         q: Strides,
         pages: Strides,
+        quantized: Option<(String, String)>,
     ) -> PyResult<Self> {
         let dtype = dtype_of("q", &sizes.dtype)?;
         let heads = LatentHeads { query: sizes.heads, size: sizes.size, values };
         let layer = Layer::latent(dtype, heads, sizes.scores.scale);
         let layer = if sizes.scores.behind() == Some(0) { layer } else { layer.bidirectional() };
+        let layer = match quantized {
+            Some((format, scales)) => layer.quantized(quantization(&format, &scales)?),
+            None => layer,
+        };
         let call = match rows {
             1 => Paged::decode(sequences, cache.into()),
             _ => Paged::new(sequences, sequences * rows, cache.into()).most_tokens(rows),

@@ -226,10 +226,14 @@ class Planned:
 
 
     def latent(self, tensors):
-        values, sequences, rows, (blocks, size, columns), of_query, pages = self.numbers
+        values, sequences, rows, (blocks, size, columns), of_query, pages, quantized = self.numbers
         query = tokens_in_memory(tensors["query"], of_query)
         shape = blocks, size, 1, query.shape[-1]
         cache = in_blocks(tensors["present_key"], shape, pages)
+        if quantized is not None:
+            of_rows = quantized[1] == "token"
+            scale = tensors["k_scale"].view((*shape[:3], 1) if of_rows else (1,) * 4)
+            cache = (cache.float() * scale).to(query.dtype)
         starts = [rows * b for b in range(sequences + 1)]
         assert tensors["cumulative_sequence_length"].tolist() == starts
         output = tensors["output"].view(*query.shape[:2], values)

@@ -97,6 +97,61 @@ def test_a_gpu_that_is_emulated(rows, causal):
     np.testing.assert_allclose(lse, wanted[1], atol=1e-2, rtol=1e-3)
 
 
+def in_float8(numbers, by_row):
+    """A cache of float8 with its scales, and its numbers."""
+    cache = torch.from_numpy(numbers)
+    largest = cache.nan_to_num().abs().amax((2, 3) if by_row else None)
+    scale = (largest / 448).clamp(min=1e-6).reshape(-1 if not by_row else cache.shape[:2])
+    factors = scale[:, :, None, None] if by_row else scale
+    codes = (cache / factors).to(torch.float8_e4m3fn)
+    return codes, scale, (codes.float() * factors).numpy()
+
+
+@pytest.mark.skipif(torch is None or not torch.cuda.is_available(), reason="no GPU with torch")
+@pytest.mark.parametrize("heads", [1, 16, 128])
+@pytest.mark.parametrize("rows, causal", [(1, False), (2, True)])
+@pytest.mark.parametrize("by_row", [False, True])
+def test_a_gpu_over_float8(heads, rows, causal, by_row):
+    q, numbers, table, lengths = drawn(576, rows, 64)
+    q = np.repeat(q[:, :, :1], heads, axis=2) + np.arange(heads)[:, None] * np.float32(1e-2)
+    codes, scale, numbers = in_float8(numbers, by_row)
+    given = [torch.from_numpy(q).bfloat16(), codes, *map(torch.from_numpy, (table, lengths))]
+    out, lse = gqa.flash_mla_with_kvcache(
+        *(x.cuda() for x in given), 512, softmax_scale=SCALE, causal=causal, descale_k=scale.cuda()
+    )
+    wanted = expected(given[0].float().numpy(), numbers, table, lengths, 512, causal)
+    np.testing.assert_allclose(out.float().cpu(), wanted[0], atol=3e-2, rtol=3e-2)
+    np.testing.assert_allclose(lse.cpu(), wanted[1], atol=1e-2, rtol=1e-3)
+
+
+@pytest.mark.skipif(torch is None, reason="no torch")
+@pytest.mark.parametrize("by_row", [False, True])
+def test_a_gpu_that_is_emulated_over_float8(by_row):
+    import emulated_engine
+
+    from gqa import _cuda, _mla
+
+    q, numbers, table, lengths = drawn(576, 2, 64)
+    codes, scale, numbers = in_float8(numbers, by_row)
+    given = [torch.from_numpy(q).bfloat16(), codes, *map(torch.from_numpy, (table, lengths))]
+    named = {"softmax_scale": SCALE, "causal": True}
+    with emulated_engine.Gpu(), mock.patch.object(_mla, "backend", lambda q: _cuda):
+        out, lse = gqa.flash_mla_with_kvcache(*given, 512, **named, descale_k=scale)
+        one = gqa.flash_mla_with_kvcache(*given, 512, **named)[0]
+        wrong = [(scale.double(), "descale_k"), (torch.ones(576), "descale_k")]
+        for descale, name in wrong:
+            with pytest.raises(ValueError, match=f"^{name}: "):
+                gqa.flash_mla_with_kvcache(*given, 512, **named, descale_k=descale)
+        with pytest.raises(ValueError, match="^descale_k: "):
+            plain = given[0], codes.bfloat16(), *given[2:]
+            gqa.flash_mla_with_kvcache(*plain, 512, **named, descale_k=scale)
+    wanted = expected(given[0].float().numpy(), numbers, table, lengths, 512, True)
+    np.testing.assert_allclose(out.float(), wanted[0], atol=3e-2, rtol=3e-2)
+    np.testing.assert_allclose(lse, wanted[1], atol=1e-2, rtol=1e-3)
+    alone = expected(given[0].float().numpy(), codes.float().numpy(), table, lengths, 512, True)
+    np.testing.assert_allclose(one.float(), alone[0], atol=3e-1, rtol=3e-2)
+
+
 def test_errors_name_arguments():
     q, cache, table, lengths = drawn(16, 1)
     call = [q, cache, table, lengths]
@@ -116,6 +171,7 @@ def test_errors_name_arguments():
         gqa.flash_mla_with_kvcache(*call, "16")
     with pytest.raises(TypeError, match="^softmax_scale: "):
         gqa.flash_mla_with_kvcache(*call, 16, softmax_scale="a")
-    for name, given in {"indices": table, "attn_sink": q, "is_fp8_kvcache": True}.items():
+    refused = {"indices": table, "attn_sink": q, "is_fp8_kvcache": True}
+    for name, given in {**refused, "descale_q": lengths, "descale_k": lengths}.items():
         with pytest.raises(ValueError, match=f"^{name}: "):
             gqa.flash_mla_with_kvcache(*call, 16, **{name: given})

@@ -243,5 +243,5 @@ def flash_mla_with_kvcache(
     softmax_scale: Number | None = None, causal: bool = False, is_fp8_kvcache: bool = False,
     indices: None = None, attn_sink: None = None, extra_k_cache: None = None,
     extra_indices_in_kvcache: None = None, topk_length: None = None,
-    extra_topk_length: None = None,
+    extra_topk_length: None = None, descale_q: None = None, descale_k: Array | None = None,
 ) -> tuple[_A, _A]: ...

@@ -172,17 +172,30 @@ def with_kvcache(
 
 
 def latent(
-    q: Tensor, cache: Any, table: Any, lengths: Any, values: int, scores: Scores
+    q: Tensor,
+    cache: Any,
+    table: Any,
+    lengths: Any,
+    values: int,
+    scores: Scores,
+    descale: Any = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention to a latent KV cache (blocks, rows of a block, 1, size), and log-sum-exps."""
+    """Attention to a latent KV cache (blocks, rows of a block, 1, size), and log-sum-exps; over
+    float8 times ``descale``."""
     if q.dtype not in ELEMENTS:
         raise invalid("q", q.dtype, "float32, float16 or bfloat16")
     batch, rows, heads, size = q.shape
     if not isinstance(cache, torch.Tensor) or cache.device != q.device:
         got = getattr(cache, "device", type(cache).__name__)
         raise invalid("k_cache", f"a tensor on {got}", f"{q.device}, as q")
-    if cache.dtype != q.dtype:
-        raise invalid("k_cache", cache.dtype, f"{q.dtype}, as q")
+    quantized, scale = None, None
+    if FORMATS.get(cache.dtype) == "float8":
+        per, scale = _quantized.scale_of_rows("descale_k", descale, cache)
+        quantized = "float8", per
+    elif cache.dtype != q.dtype:
+        raise invalid("k_cache", cache.dtype, f"{q.dtype}, as q, or torch.float8_e4m3fn")
+    elif descale is not None:
+        raise invalid("descale_k", "a tensor", f"None, as k_cache is {cache.dtype}")
     table = _table(table, q.device, batch)
     lengths = _integers("cache_seqlens", lengths, q.device, (batch,))
     out = q.new_empty((batch, rows, heads, values))
@@ -190,21 +203,31 @@ def latent(
     if out.numel() == 0 or cache.numel() == 0:
         return out.zero_(), lse.fill_(-torch.inf).view(heads, batch, rows).transpose(0, 1)
     q, cache = _readable(q.reshape(batch * rows, heads, size)), _readable(cache)
+    if scale is not None and quantized == ("float8", "token"):
+        # Rows that have scales lie side by side.
+        cache = cache.contiguous()
     run(
-        plan(*_asked_of_latent(q, cache, table, values, rows, scores)),
-        _tensors_of_latent(q, cache, table, lengths, rows, (out, lse)),
+        plan(*_asked_of_latent(q, cache, table, values, rows, scores, quantized)),
+        _tensors_of_latent(q, cache, table, lengths, rows, (out, lse)) | {"k_scale": scale},
     )
     return out, lse.view(heads, batch, rows).transpose(0, 1)
 
 
 def _asked_of_latent(
-    q: Tensor, cache: Tensor, table: Tensor, values: int, rows: int, scores: Scores
+    q: Tensor,
+    cache: Tensor,
+    table: Tensor,
+    values: int,
+    rows: int,
+    scores: Scores,
+    quantized: tuple[str, str] | None = None,
 ) -> tuple[Any, ...]:
-    """What the planner is told of a latent call, whose q is (sequences * rows, heads, size)."""
+    """What the planner is told of a latent call, whose q is (sequences * rows, heads, size), and
+    the cache's format and what its scales are for where it is quantized."""
     strides = None if q.is_contiguous() else (0, q.stride(0), q.stride(1))
     sizes = cache.shape[0], cache.shape[1], table.shape[1]
     numbers = values, q.shape[0] // rows, rows, sizes, strides, _strides_of(cache)
-    return "latent", q, 1, scores, *numbers
+    return "latent", q, 1, scores, *numbers, quantized
 
 
 def _tensors_of_latent(

@@ -31,6 +31,8 @@ def flash_mla_with_kvcache(
     extra_indices_in_kvcache: Any = None,
     topk_length: Any = None,
     extra_topk_length: Any = None,
+    descale_q: Any = None,
+    descale_k: Any = None,
 ) -> tuple[Any, Any]:
     """Attention of decode steps over a paged latent KV cache, as FlashMLA has it.
 
@@ -39,6 +41,11 @@ def flash_mla_with_kvcache(
     new rows; the cache has them already. The first ``head_dim_v`` elements of a row of the cache
     are its value. With ``causal`` a row does not see the ones behind it.
 
+    On a GPU the cache may be ``float8_e4m3fn``, times ``descale_k``: a float32 tensor of one
+    element, 1 where it is None, or of one for each row, (blocks, rows of a block). ``q`` has the
+    model's type, and no ``descale_q``. ``is_fp8_kvcache`` says of FlashMLA's rows for sparse
+    attention, which have another layout.
+
     ``softmax_scale`` is ``size ** -0.5`` where it is None, as FlashMLA has it; models say that of
     their own shorter heads. ``tile_scheduler_metadata`` and ``num_splits`` are ignored.
 
@@ -46,7 +53,10 @@ def flash_mla_with_kvcache(
     rows), ``-inf`` where a row sees no key.
     """
     if is_fp8_kvcache:
-        raise invalid("is_fp8_kvcache", is_fp8_kvcache, "False: k_cache has the type of q")
+        allowed = "False: a float8 k_cache has rows of its type alone, and descale_k"
+        raise invalid("is_fp8_kvcache", is_fp8_kvcache, allowed)
+    if descale_q is not None:
+        raise invalid("descale_q", type(descale_q).__name__, "None: q has the model's type")
     if attn_sink is not None:
         raise invalid("attn_sink", type(attn_sink).__name__, "None: sinks are not supported")
     refused = {
@@ -74,7 +84,8 @@ def flash_mla_with_kvcache(
     window = (-1, 0 if causal or shape[1] == 1 else -1)
     scores = Scores(scale, 0.0, window, None, None)
     computes = getattr(backend(q), "latent", _over_whole_rows)
-    made: tuple[Any, Any] = computes(q, k_cache, block_table, cache_seqlens, head_dim_v, scores)
+    given = q, k_cache, block_table, cache_seqlens, head_dim_v, scores
+    made: tuple[Any, Any] = computes(*given, *(() if descale_k is None else (descale_k,)))
     return made
 
 
@@ -86,9 +97,11 @@ def _number(name: str, given: Any) -> float:
 
 
 def _over_whole_rows(
-    q: Any, cache: Any, table: Any, lengths: Any, values: int, scores: Scores
+    q: Any, cache: Any, table: Any, lengths: Any, values: int, scores: Scores, descale: Any = None
 ) -> tuple[Any, Any]:
     """Without a kernel for it: whole rows are values, and what is behind these is cut off."""
+    if descale is not None:
+        raise invalid("descale_k", type(descale).__name__, "None, except on a GPU")
     places = Places(lengths, None, None, table)
     pair = (cache, cache)
     out, lse = backend(q).with_kvcache(q, pair, None, None, places, scores, True)

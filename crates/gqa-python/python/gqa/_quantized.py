@@ -156,3 +156,17 @@ def _per(scale: Tensor, heads: int, size: int) -> str | None:
     if len(shape) in (1, 2) and shape[-1] == heads and moves[-1] == 1 and not any(moves[:-1]):
         return "head" if scale.numel() > 0 else None
     return None
+
+
+def scale_of_rows(name: str, scale: Any, cache: Tensor) -> tuple[str, Tensor]:
+    """The scale of a latent cache, (blocks, rows of a block, 1, size), and what it is for: of all
+    of it, one element, or of each "token", shaped without the last dimension or the last two."""
+    if isinstance(scale, torch.Tensor) and scale.numel() != 1:
+        if scale.shape in (cache.shape[:2], cache.shape[:3]) and scale.dtype == torch.float32:
+            if scale.device == cache.device:
+                return "token", scale.contiguous()
+    per, one = _scale(name, scale, (1, cache.shape[-1]), cache.device)
+    if per == "channel":
+        got = f"{tuple(scale.shape)}"
+        raise invalid(name, got, f"one element, or {tuple(cache.shape[:2])}, one for each row")
+    return "tensor", one
