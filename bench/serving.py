@@ -6,16 +6,20 @@ process.
 A batch is drawn as a continuous-batching server makes it: decoding sequences of log-uniform
 lengths, chunks of prefill with or without keys before them, or both, over a paged KV cache that has
 the rows already; `--trace` draws lengths as ShareGPT's and cuts prompts into chunks of 512 and
-2,048 tokens. Ours is `gqa.flash_attn_varlen_func` of the installed package; the peer's scheduler
-metadata is made before, as vLLM does once a step. Rows of some sequences are compared with float64
+2,048 tokens. Ours is `gqa.flash_attn_varlen_func` of the installed package; the scheduler metadata
+of both is made before, as vLLM does once a step. Rows of some sequences are compared with float64
 first. Times are medians over replays of CUDA graphs whose calls walk over buffers larger than the
-L2 cache, of both in shuffled rounds.
+L2 cache, of all in shuffled rounds. Before the first one every call has run often enough that its
+kernels are specialized.
 
-Prints for each batch our time, the peer's over it, and it over the limit: the larger of bytes at
-4.3 TB/s and FLOP at 700 TFLOP/s, plus 3 us (an H200). Then geometric means, and the processor's
-time of an eager call. With `--views` also our time over a cache whose keys and values lie side by
-side in one tensor, as vLLM has them, over that of a contiguous one. The same seed draws the same
-batches. Needs torch with a GPU and the gqa package; without `--peer` ours are timed alone.
+Prints for each batch our time, the peer's over it, it over the limit (the larger of bytes at
+4.3 TB/s and FLOP at 700 TFLOP/s, plus 3 us: an H200), and the processor's time of an eager call.
+Then geometric means for each kind, and the batches that are furthest behind. With `--float8` also
+the peer's time, over keys and values in bfloat16, over ours where they are float8_e4m3fn; with
+`--views` our time over a cache whose keys and values lie side by side in one tensor, as vLLM has
+them, over that of a contiguous one; with `--plain` our time without metadata over that with it. The
+same seed draws the same batches. Needs torch with a GPU and the gqa package; without `--peer` ours
+are timed alone.
 """
 import argparse
 import itertools
@@ -116,11 +120,11 @@ class Tensors:
         self.views = both.split(size, -1) if has_views else ()
         self.starts = integers([0, *itertools.accumulate(new for new, _ in batch.sequences)])
         self.lengths = integers([keys for _, keys in batch.sequences])
-        order = torch.randperm(pages).tolist()
+        order = torch.randperm(pages).to(torch.int32)
         self.table = torch.zeros(len(batch.sequences), self.columns, dtype=torch.int32)
         for row, (_, keys) in zip(self.table, batch.sequences):
-            for column in range(-(-keys // batch.page)):
-                row[column] = order.pop()
+            needed = -(-keys // batch.page)
+            row[:needed], order = order[:needed], order[needed:]
         self.table = self.table.cuda()
         self.longest = tuple(map(max, zip(*batch.sequences)))
         self.out = torch.full_like(self.q, math.nan)
@@ -130,17 +134,44 @@ class Tensors:
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def over_views(batch, t):
-    return ours(batch, t, t.views)
+def metadata(batch, t, dtype):
+    """Ours, for a cache of that type; None where calls read none."""
+    import gqa
+
+    (heads, kv_heads, size), (most, keys) = batch.heads, t.longest
+    made = gqa.get_scheduler_metadata(
+        len(batch.sequences), most, keys, heads, kv_heads, size, t.lengths, dtype,
+        cu_seqlens_q=t.starts, page_size=batch.page, causal=True)
+    return made if made.numel() > 0 else None
 
 
-def ours(batch, t, cache=None):
+def over(t, k, v, scheduler_metadata):
     import gqa
 
     most, keys = t.longest
     lengths = {"max_seqlen_q": most, "max_seqlen_k": keys, "seqused_k": t.lengths}
+    others = {"block_table": t.table, "scheduler_metadata": scheduler_metadata}
     return lambda: gqa.flash_attn_varlen_func(
-        t.q, *(cache or (t.k, t.v)), t.starts, **lengths, causal=True, block_table=t.table)
+        t.q, k, v, t.starts, **lengths, causal=True, **others)
+
+
+def ours(batch, t):
+    return over(t, t.k, t.v, metadata(batch, t, t.k.dtype))
+
+
+def plain(_, t):
+    return over(t, t.k, t.v, None)
+
+
+def over_views(batch, t):
+    return over(t, *t.views, metadata(batch, t, t.k.dtype))
+
+
+def over_float8(batch, t):
+    """Over values that float8 has, of which the bfloat16 cache then has a copy."""
+    k, v = (cache.to(torch.float8_e4m3fn) for cache in (t.k, t.v))
+    t.k.copy_(k), t.v.copy_(v)
+    return over(t, k, v, metadata(batch, t, k.dtype))
 
 
 def theirs(batch, t):
@@ -191,17 +222,59 @@ def eager_us(run, calls=200):
     return 1e6 * taken / calls
 
 
-def measure(batch, has_peer, has_views, rounds, replays):
-    """Medians of our time and the peer's, the processor's times, and the error."""
+# Launches of a call after which its kernels are specialized in the background, and the time that
+# the last of them takes.
+LAUNCHES, SECONDS = 18, 4
+
+
+def warm_up(batches, functions):
+    """Has every call of all batches run before the first one is timed."""
+    for batch in batches:
+        t = Tensors(batch, over_views in functions.values())
+        for function in functions.values():
+            run = function(batch, t)
+            for _ in range(LAUNCHES):
+                run()
+        torch.cuda.synchronize()
+    time.sleep(SECONDS)
+
+
+def measure(batch, functions, rounds, replays):
+    """The median time of each function's call, the processor's time of one, and its error."""
+    has_views = over_views in functions.values()
     first = Tensors(batch, has_views)
     count = min(timing.sets(first.bytes()), 8)
     sets = [first] + [Tensors(batch, has_views) for _ in range(count - 1)]
-    functions = {"gqa": ours} | ({"FlashAttention-3": theirs} if has_peer else {})
-    functions |= {"views": over_views} if has_views else {}
-    runs = {name: [function(batch, t) for t in sets] for name, function in functions.items()}
+    # Those over float8 change what the others read: they come first.
+    order = sorted(functions, key=lambda name: functions[name] is not over_float8)
+    runs = {name: [functions[name](batch, t) for t in sets] for name in order}
     wrong = {name: error(batch, first, each[0]) for name, each in runs.items()}
     medians = timing.medians(runs, rounds, replays)
     return {name: (medians[name], eager_us(runs[name][0]), wrong[name]) for name in runs}
+
+
+def mean(numbers):
+    """The geometric mean."""
+    return math.exp(statistics.mean(map(math.log, numbers)))
+
+
+def summarize(rows):
+    """Prints the means of each kind of batches, and the batches that are furthest behind."""
+    for kind in sorted({row["batch"].kind for row in rows}):
+        of = [row for row in rows if row["batch"].kind == kind]
+        column = {name: [row[name] for row in of] for name in of[0] if name != "batch"}
+        ratios = column["ratio"]
+        others = [f"float8 {mean(column['float8']):.2f}"] if "float8" in column else []
+        others += [f"without metadata {mean(column['plain']):.3f}"] if "plain" in column else []
+        print(f"{kind}, {len(of)}: peer's time over ours {mean(ratios):.2f} (least "
+              f"{min(ratios):.2f}, {sum(ratio < 1 for ratio in ratios)} behind, "
+              f"{sum(ratio < 0.97 for ratio in ratios)} below 0.97); over the limit "
+              f"{mean(column['limit']):.2f}, worst {max(column['limit']):.2f} (peer "
+              f"{mean(column['peer']):.2f}); eager call {statistics.median(column['cpu']):.1f} us "
+              f"of the processor", *others, sep="; " if others else "")
+    for row in sorted(rows, key=lambda row: row["ratio"])[:10]:
+        if row["ratio"] < 1:
+            print(f"  {row['ratio']:.2f}  {row['batch']}")
 
 
 def main():
@@ -214,6 +287,8 @@ def main():
     parser.add_argument("--trace", action="store_true", help="batches of a server's trace instead")
     parser.add_argument("--peer", metavar="FILE", help="_vllm_fa3_C.abi3.so of vLLM's wheel")
     parser.add_argument("--views", action="store_true", help="over strided views, too")
+    parser.add_argument("--float8", action="store_true", help="over a float8 cache, too")
+    parser.add_argument("--plain", action="store_true", help="without metadata, too")
     parser.add_argument("--rounds", type=timing.count, default=3)
     parser.add_argument("--replays", type=timing.count, default=5)
     options = parser.parse_args()
@@ -227,29 +302,32 @@ def main():
     print(torch.cuda.get_device_name(0), "torch", torch.__version__, "seed", seed)
     torch.manual_seed(seed)
     draw = random.Random(seed)
+    numbers = range(options.count)
+    batches = [traced(draw) if options.trace else drawn(draw, kinds[n % len(kinds)])
+               for n in numbers]
+    wanted = {"peer": (theirs, options.peer), "views": (over_views, options.views),
+              "float8": (over_float8, options.float8), "plain": (plain, options.plain)}
+    functions = {"gqa": ours} | {name: each for name, (each, is_on) in wanted.items() if is_on}
+    warm_up(batches, functions)
     rows, failed = [], False
-    for number in range(options.count):
-        batch = traced(draw) if options.trace else drawn(draw, kinds[number % len(kinds)])
-        also = options.peer is not None, options.views
-        found = measure(batch, *also, options.rounds, options.replays)
-        us, cpu, wrong = found["gqa"]
-        peer = found.get("FlashAttention-3", (math.nan,) * 3)
-        limit = batch.limit_us()
+    for batch in batches:
+        found = measure(batch, functions, options.rounds, options.replays)
+        us, cpu, _ = found["gqa"]
+        peer, peer_cpu, _ = found.get("peer", (math.nan,) * 3)
+        limit, wrong = batch.limit_us(), max(each[2] for each in found.values())
         failed |= any(not each[2] < 0.03 for each in found.values())
-        ratios = peer[0] / us, us / limit, peer[0] / limit
-        views = f"views {found['views'][0] / us:.3f}  " if options.views else ""
-        print(f"{us:8.1f} us  {views}peer {ratios[0]:5.2f}  limit {ratios[1]:5.2f} "
-              f"(peer {ratios[2]:5.2f})  cpu {cpu:5.1f} us (peer {peer[1]:5.1f})  "
+        row = {"batch": batch, "ratio": peer / us, "limit": us / limit, "peer": peer / limit}
+        row |= {"cpu": cpu}
+        row |= {"float8": peer / found["float8"][0]} if options.float8 else {}
+        row |= {"plain": found["plain"][0] / us} if options.plain else {}
+        row |= {"views": found["views"][0] / us} if options.views else {}
+        others = "".join(f"{name} {row[name]:.3f}  " for name in ("views", "plain") if name in row)
+        others += f"float8 {row['float8']:5.2f}  " if options.float8 else ""
+        print(f"{us:8.1f} us  {others}peer {row['ratio']:5.2f}  limit {row['limit']:5.2f} "
+              f"(peer {row['peer']:5.2f})  cpu {cpu:5.1f} us (peer {peer_cpu:5.1f})  "
               f"off by {wrong:.1e}  {batch}", flush=True)
-        rows.append((batch.kind, *ratios))
-    for kind in sorted({row[0] for row in rows}):
-        of = [row[1:] for row in rows if row[0] == kind]
-        means = [math.exp(statistics.mean(map(math.log, column))) for column in zip(*of)]
-        least, worst = min(row[0] for row in of), max(row[1] for row in of)
-        behind = sum(row[0] < 1 for row in of)
-        print(f"{kind}, {len(of)}: peer's time over ours {means[0]:.2f} (least {least:.2f}, "
-              f"{behind} behind); over the limit {means[1]:.2f}, worst {worst:.2f} "
-              f"(peer {means[2]:.2f})")
+        rows.append(row)
+    summarize(rows)
     raise SystemExit("some rows are wrong" if failed else 0)
 
 
