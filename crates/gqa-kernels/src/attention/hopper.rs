@@ -82,10 +82,9 @@ pub use float8::{float8_operands, transposed_columns, transposed_rows};
 pub use pages::{LEAST_BOX, box_rows};
 pub use parts::{MERGE_THREADS, merge as merge_parts};
 pub(in crate::attention) use queries::{exponent, greatest_of_vector};
-pub use schedule::{
-    MOST_ROW_TILES, MOST_SEQUENCES, SHARED_BYTES as SCHEDULE_BYTES, THREADS as SCHEDULE_THREADS,
-    most_row_tiles, schedule,
-};
+pub use schedule::{MOST_ROW_TILES, MOST_SEQUENCES};
+#[cfg(not(target_arch = "nvptx64"))]
+pub use schedule::{divided, most_row_tiles};
 pub use shape::{
     D64, D64Exact, D64Short, D80, D80Short, D96, D96Short, D128, D128Long, D160, D192, D192V128,
     D224, D256, Float8D128, Float8D256, Hopper, MaskedD64, MaskedD128, MaskedD256, QuantizedD64,
@@ -169,7 +168,8 @@ impl<
             )
         };
         let base = shared_base();
-        if let Some(pages) = pointers.pages {
+        let splits = pointers.pages.is_some_and(|pages| pages.parts.is_some());
+        if let Some(pages) = pointers.pages.filter(|_| !splits) {
             pages.wait_for_launch_before();
         }
         if thread_idx() == 0 {
@@ -179,9 +179,12 @@ impl<
             init_barriers::<T, Self>(base, pointers.mask, pointers.pages);
         }
         fill_ones::<T, Self>(base);
-        let splits = pointers.pages.is_some_and(|pages| pages.parts.is_some());
-        if let Some(pages) = pointers.pages.filter(|_| splits) {
+        if let Some(pages) = pointers.pages
+            && let Some(parts) = pages.parts
+        {
             clear_empty_rows::<Self>(base, pages.packing);
+            pages.wait_for_launch_before();
+            schedule::divide::<Self>(pages.sequences, pages.packing, parts, p);
         }
         sync_threads();
         if CODES && thread_idx() >= (G + 1) * WARPGROUP {
@@ -323,7 +326,7 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
 
     /// `run_paged` for calls with few rows or long sequences among short ones: the query heads of a
     /// KV head share row tiles (`packing.rs`), and all CTAs have equal ranges of the work
-    /// (`schedule.rs`). [`schedule`] is before it, [`merge_parts`] behind it.
+    /// (`schedule.rs`). [`merge_parts`] is behind it.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn run_paged_split<T: MmaElement>(
         q: TensorMap,
@@ -332,6 +335,7 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
         cos: Global<T>,
         sin: Global<T>,
         starts: Global<i32>,
+        past_seqlens: Global<i32>,
         block_table: Global<i32>,
         head_sink: Global<T>,
         out: Global<T>,
@@ -343,8 +347,9 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
     ) {
         const { assert!(Self::ROWS == schedule::ROWS && Self::VALUE_SIZE == D) }
         let schedule = Schedule { row_tiles, range_starts };
-        let parts = Parts { columns: part_columns, states: part_states, schedule };
-        let pages = Pages::new(starts, Global::null(), block_table, &p).shared(parts, &p);
+        let (columns, states) = (part_columns, part_states);
+        let parts = Parts { columns, states, schedule, ctas: p.ctas, shortest: p.shortest };
+        let pages = Pages::new(starts, past_seqlens, block_table, &p).shared(parts, &p);
         let counter = Global::null();
         let to = Destination::new(out, Global::null(), p.hopper.v_head_size);
         Self::attend_paged([q, k, v], [cos, sin], pages, head_sink, to, counter, &p);
@@ -662,10 +667,11 @@ pub fn merge_grid(p: &PagedHopperParams) -> [u32; 3] {
     [p.ctas, schedule::ROWS / parts::MERGE_ROWS, 1]
 }
 
-/// Words of a schedule: those of row tiles, and those of where ranges begin.
+/// Words of a division: those of row tiles, and those of where ranges begin.
 #[cfg(not(target_arch = "nvptx64"))]
 pub fn schedule_words(p: &PagedHopperParams) -> [usize; 2] {
-    let row_tiles = most_row_tiles(p) as usize;
+    // CTAs that share a row tile have a place each.
+    let row_tiles = (most_row_tiles(p) + p.ctas) as usize;
     [row_tiles * schedule::TILE_WORDS as usize, ((p.ctas + 1) * schedule::START_WORDS) as usize]
 }
 

@@ -19,7 +19,6 @@ pub(super) static TABLES: &[&[super::Entry]] = &[
     HOPPER_PAGED,
     HOPPER_PAGED_SPLIT,
     HOPPER_PAGED_MERGE,
-    HOPPER_PAGED_SCHEDULE,
     HOPPER_QUANTIZED,
     HOPPER_PAGED_QUANTIZED,
     FLOAT8_OPERANDS,
@@ -126,9 +125,9 @@ hopper_paged_kernels!(HOPPER_PAGED, Attention, run_paged,
 
 // Heads share row tiles, and CTAs have equal ranges of the work.
 hopper_paged_kernels!(HOPPER_PAGED_SPLIT, SplitAttention, run_paged_split,
-    ([q 0, k 1, v 2] cos: T, sin: T, starts: i32, block_table: i32, head_sink: T, out: T,
-     row_tiles: u32, range_starts: u32, part_columns: f32, part_states: [f32; 2];
-     p: PagedHopperParams), {
+    ([q 0, k 1, v 2] cos: T, sin: T, starts: i32, past_seqlens: i32, block_table: i32,
+     head_sink: T, out: T, row_tiles: u32, range_starts: u32, part_columns: f32,
+     part_states: [f32; 2]; p: PagedHopperParams), {
     gqa_hopper_paged_split_f16_d64, gqa_hopper_paged_split_bf16_d64 => hopper::D64Short;
     gqa_hopper_paged_split_f16_d96, gqa_hopper_paged_split_bf16_d96 => hopper::D96Short;
     gqa_hopper_paged_split_f16_d128, gqa_hopper_paged_split_bf16_d128 => hopper::D128<false>;
@@ -143,13 +142,6 @@ kernels!(HOPPER_PAGED_MERGE, HopperPaged: Merge, "family-hopper-paged",
            shared: 0, hot: true, min_sm: 90 }, {
     gqa_hopper_paged_merge_f16 => hopper::merge_parts::<f16>, T = f16;
     gqa_hopper_paged_merge_bf16 => hopper::merge_parts::<bf16>, T = bf16;
-});
-
-kernels!(HOPPER_PAGED_SCHEDULE, HopperPaged: Schedule, "family-hopper-paged",
-    (starts: i32, past_seqlens: i32, row_tiles: u32, range_starts: u32; p: PagedHopperParams),
-    each { head_size: 0, rows: 0, keys: 0, threads: hopper::SCHEDULE_THREADS, min_blocks: 1,
-           shared: hopper::SCHEDULE_BYTES, hot: true, min_sm: 90 }, {
-    gqa_hopper_paged_schedule => hopper::schedule, T = f32;
 });
 
 /// Rows of the kernels for quantized KV caches, whatever their format, for both 16-bit types, and

@@ -228,9 +228,10 @@ proptest! {
 proptest! {
     #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(150) })]
 
-    /// Nor do they in the schedule of a prefill; ranges begin one behind the other.
+    /// Nor do they where CTAs divide the work of a prefill. Ranges begin one behind the other, and
+    /// each CTA has the row tiles of its own.
     #[test]
-    fn no_integer_leads_a_schedule_outside(
+    fn no_integer_leads_a_division_outside(
         (batch, q_len, tokens, ctas) in (1..=40u32, 1..=300u32, 1..=600u32, 1..=20u32),
         (tile_heads, groups, capacity) in (1..=8u32, 1..=3u32, 300..=5000u32),
         [starts, past] in [integers(41), integers(40)],
@@ -245,7 +246,7 @@ proptest! {
         let p = PagedHopperParams {
             hopper: HopperParams { attention, ..HopperParams::zeroed() },
             tokens, counts_new: counts_new.into(), tile_heads, ctas, columns: 128, shortest: 2,
-            keys: 128,
+            keys: 128, blocks: 1,
             ..PagedHopperParams::zeroed()
         };
         // Sequences of many tokens, too.
@@ -253,12 +254,8 @@ proptest! {
             integers.iter().map(|i| i.wrapping_mul(times)).collect()
         };
         let (starts, past) = (long(&starts[..=batch as usize]), long(&past[..batch as usize]));
-        let memory = hopper::schedule_words(&p).map(|words| vec![u32::MAX; words]);
-        let [mut row_tiles, mut range_starts] = memory;
-        start(entry("hopper_paged_schedule", DType::F32), 1, seed, &[
-            Arg::read(&starts), Arg::read(&past), Arg::write(&mut row_tiles),
-            Arg::write(&mut range_starts), Arg::params(&p),
-        ])?;
+        let [row_tiles, range_starts] = hopper::divided(&starts, &past, &p, seed)
+            .map_err(|fault| TestCaseError::fail(fault.to_string()))?;
         let places = range_starts.chunks(4).map(|place| [place[0], place[1], place[2]]);
         let begins: Vec<_> = places.collect();
         let end = begins[ctas as usize];
@@ -266,6 +263,13 @@ proptest! {
         prop_assert!(end[1..] == [0, 0] && end[0] <= hopper::most_row_tiles(&p), "{begins:?}");
         let is_inside = |&[row_tile, group, _]: &[u32; 3]| row_tile <= end[0] && group < groups;
         prop_assert!(begins.iter().all(is_inside), "{begins:?}");
+        for (cta, range) in begins.windows(2).enumerate() {
+            let behind = range[1][0] + u32::from(range[1][1] + range[1][2] > 0);
+            for row_tile in range[0][0]..behind {
+                let words = &row_tiles[12 * (row_tile as usize + cta)..][..12];
+                prop_assert!(words[1] > words[0] && words[4] < batch, "{cta}: {words:?}");
+            }
+        }
     }
 }
 

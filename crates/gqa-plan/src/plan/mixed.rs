@@ -13,8 +13,7 @@
 //! the lengths turn out to be, no SM is idle for long.
 //!
 //! Where sequences may be long beside what others have to do, split kernels of `hopper_paged` take
-//! all sequences: a launch ahead of them divides their work among the SMs by the lengths on the
-//! device.
+//! all sequences: their CTAs divide the work among them by the lengths on the device.
 //!
 //! In a batch-invariant call the number of a sequence's tokens alone says which kernel it has:
 //! `decode_paged` up to as many as a tile of its rows holds, [`tiled_paged`](TiledPaged) with more.

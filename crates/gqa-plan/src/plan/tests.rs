@@ -1672,27 +1672,22 @@ fn a_long_sequence_beside_a_prompt_is_split() {
         with_pages(p, |pages| Pages { tokens: 512 + steps, ..pages })
     };
     let off = PlanOptions::default();
-    let split = [
-        "paged_append",
-        "hopper_paged_schedule",
-        "hopper_paged_split_f16_d128",
-        "hopper_paged_merge",
-    ];
+    let split = ["paged_append", "hopper_paged_split_f16_d128", "hopper_paged_merge"];
     assert_eq!(kernels(&beside(1, 32_768), &off), split);
     assert_eq!(kernels(&beside(31, 32_768), &off), split);
     // Many steps are done sooner by a kernel of their own, unless one of them is very long.
     assert_ne!(kernels(&beside(31, 2048), &off), split);
     let plan = plan(&beside(1, 32_768), &device("h200"), &off).unwrap();
-    let p: &PagedHopperParams = bytemuck::from_bytes(&plan.launches[2].params);
+    let p: &PagedHopperParams = bytemuck::from_bytes(&plan.launches[1].params);
     assert_eq!((p.tile_heads, p.ctas, p.shortest, p.keys), (4, 132, 2, 128));
-    let grids = [1, 2, 3].map(|launch| plan.launches[launch].grid);
-    assert_eq!(grids, [[1, 1, 1], [132, 1, 1], [132, 8, 1]]);
+    let grids = [1, 2].map(|launch| plan.launches[launch].grid);
+    assert_eq!(grids, [[132, 1, 1], [132, 8, 1]]);
     // No more CTAs than there may be pieces of two key tiles of 34, in row tiles of 16 tokens: the
     // device may find all tokens in one sequence, or as many in each as the longest has.
     let ctas = |tokens: usize| {
         let p = with(over_blocks(2, 20, 4096), |p| (p.q_heads, p.kv_heads) = (8, 1));
         let p = with_pages(p, |pages| Pages { tokens, ..pages });
-        bytemuck::from_bytes::<PagedHopperParams>(&planned(&p, 2).1).ctas
+        bytemuck::from_bytes::<PagedHopperParams>(&planned(&p, 1).1).ctas
     };
     assert_eq!([21, 40].map(ctas), [3 * 17, 4 * 17]);
     // Scratch memory is bounded by the SMs, however long sequences may be.
@@ -1762,7 +1757,7 @@ fn decode_beside_prefill_is_in_halves_of_sms() {
     let rest = ["paged_append", "hopper_paged_f16_d128"];
     assert_eq!(kernels(&mixed(8, 512), &off), [half, rest[0], rest[1]]);
     assert_eq!(kernels(&mixed(4, 1100), &off), [half, rest[0], rest[1]]);
-    assert_eq!(kernels(&mixed(2, 4100), &off)[2], "hopper_paged_split_f16_d128");
+    assert_eq!(kernels(&mixed(2, 4100), &off)[1], "hopper_paged_split_f16_d128");
     let alone = PlanOptions { cluster: Some(1), ..PlanOptions::default() };
     assert_eq!(kernels(&mixed(8, 512), &alone), [whole, rest[0], rest[1]]);
 }
@@ -1778,7 +1773,7 @@ fn blocks_are_gathered() {
     let new = "17 new rows are over 16";
     let wide = with(over_blocks(1, 17, 500), |p| (p.head_size, p.v_head_size) = (192, 192));
     assert_eq!(rejection(&wide, "h200", &off, Family::DecodePaged), new);
-    assert_eq!(kernels(&wide, &off)[2], "hopper_paged_split_f16_d192");
+    assert_eq!(kernels(&wide, &off)[1], "hopper_paged_split_f16_d192");
     let odd = |p| with_pages(p, |pages| Pages { block_size: 48, ..pages });
     let why = "the block size 48 is not a power of two of 16 or more";
     rejections(&odd(over_blocks(8, 1, 500)), [why, why]);

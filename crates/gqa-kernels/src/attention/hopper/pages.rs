@@ -394,7 +394,7 @@ pub(super) fn load_range<S: Tile>(
     p: &AttentionParams,
 ) {
     let leads = lane() == 0;
-    let mut range = parts.schedule.range(pages.packing, p.q_heads);
+    let mut range = parts.schedule.range::<S>(pages.packing, p.q_heads);
     let mut boxes = Boxes::new::<S>(base, k, v, pages);
     let mut n = 0;
     while let Some(work) = range.next() {

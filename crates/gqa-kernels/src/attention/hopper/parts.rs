@@ -6,7 +6,7 @@
 
 use super::output::Output;
 use super::packing::{PackedRow, Packing};
-use super::schedule::{ROWS, Schedule, TILE_WORDS};
+use super::schedule::{ROWS, Schedule, tile_word};
 use super::shape::Tile;
 use crate::concept::softmax::{LOG2_E, SoftmaxState};
 use crate::num::MmaElement;
@@ -48,6 +48,9 @@ pub(super) struct Parts {
     pub(super) states: Global<[f32; 2]>,
     /// The ranges of the CTAs.
     pub(super) schedule: Schedule,
+    pub(super) ctas: u32,
+    /// Fewest key tiles of a piece.
+    pub(super) shortest: u32,
 }
 
 impl Parts {
@@ -103,15 +106,17 @@ pub fn merge<T: MmaElement>(
     grid_dependency_wait();
     launch_dependents();
     let schedule = Schedule { row_tiles, range_starts };
-    let parts = Parts { columns: part_columns, states: part_states, schedule };
+    let (columns, states) = (part_columns, part_states);
+    let parts = Parts { columns, states, schedule, ctas: p.ctas, shortest: p.shortest };
     let cta = block_idx_x();
     let [begin, end] = [0, 1].map(|next| schedule.range_start(cta + next));
     let [row_tile, group, keys] = end;
     if keys == 0 || is_within(begin, end) {
         return;
     }
-    let [_, first, start, _] = row_tiles.load_vec((TILE_WORDS * row_tile + 4) as usize);
-    let [past, total, ..] = row_tiles.load_vec((TILE_WORDS * row_tile + 8) as usize);
+    let words = tile_word(cta, row_tile);
+    let [_, first, start, _] = row_tiles.load_vec((words + 4) as usize);
+    let [past, total, ..] = row_tiles.load_vec((words + 8) as usize);
     let row = block_idx_y() * MERGE_ROWS + warp() * WARP_ROWS as u32;
     let found: [PackedRow; WARP_ROWS] = core::array::from_fn(|i| {
         let row = Packing::Heads(p.tile_heads).find(first, row, i as u32);

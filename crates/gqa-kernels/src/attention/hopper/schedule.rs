@@ -1,34 +1,42 @@
 //! Divides the work of the kernels that split keys: every CTA takes a range of equal work, whatever
 //! the lengths are that the device finds (stream-K, Osama et al., 2023).
 //!
-//! **A kernel of one CTA**, [`schedule`], describes the row tiles of all sequences, and where each
-//! CTA's range begins. The attention kernel behind it reads both, and has nothing to compute before
-//! it loads: one warp that numbers row tiles for itself takes longer than short ones do.
+//! **Every CTA divides all work by itself**, [`divide`], before its warps go to their tasks: the
+//! threads count the row tiles of all sequences and sum up their key tiles, and find where the
+//! CTA's range begins and ends. Then they describe the row tiles of this range alone. A kernel of
+//! one CTA ahead that did this once for all took 3 to 4 us of each call.
 //!
 //! **Order of the work**: row tile, group of query heads that share it, key tile. The work of a row
 //! tile is its key tiles and [`BEGINNING`]. Ranges begin at row tiles, or at multiples of the
 //! fewest key tiles of a piece.
 //!
-//! **Memory**: row_tiles (row tile, [`TILE_WORDS`]) as [`Work`] has them; range_starts (CTA + 1,
-//! 4): row tile, group, key tile and 0. The last one is behind all work.
+//! **Memory**: row_tiles (row tile + CTA, [`TILE_WORDS`]) as [`Work`] has them, each written by the
+//! CTAs that have some of its work: the last row tile of a CTA may be the first one of the next,
+//! and has a place for each. range_starts (CTA + 1, 4): row tile, group, key tile and 0. The last
+//! one is behind all work. The merge reads both.
+//!
+//! **Shared memory**: sums, in the place of the K and V stages, which nothing has filled yet; where
+//! the range begins and ends, in the place of the [window](super::row_tiles).
 
 use super::packing::Packing;
-use super::shape::WARPGROUP_ROWS;
+#[cfg(not(target_arch = "nvptx64"))]
+use super::pages::Pages;
+use super::parts::Parts;
+use super::shape::{Tile, WARPGROUP_ROWS};
 use super::work::Work;
 use crate::num::quotient;
-use crate::params::{AttentionParams, PagedHopperParams};
+use crate::params::AttentionParams;
+#[cfg(not(target_arch = "nvptx64"))]
+use crate::params::PagedHopperParams;
 use crate::simt::*;
 use crate::tile::pages::{Sequences, row_tiles};
 use crate::tile::warp::{LANES, sum_up_to};
+use core::marker::PhantomData;
 
-/// Threads of the kernel.
-pub const THREADS: u32 = 1024;
 /// Most sequences, whose row tiles are counted in shared memory.
 pub const MOST_SEQUENCES: u32 = 4096;
 /// Most row tiles, whose work is summed up in shared memory.
 pub const MOST_ROW_TILES: u32 = 8192;
-/// Shared memory of the kernel, in bytes.
-pub const SHARED_BYTES: u32 = WORK + 4 * MOST_ROW_TILES;
 
 /// Rows of a row tile.
 pub(super) const ROWS: u32 = 2 * WARPGROUP_ROWS;
@@ -43,61 +51,59 @@ const BEGINNING: u32 = 2;
 const ROW_TILES: u32 = 4 * LANES;
 /// Offset of the work of the row tiles up to each one.
 const WORK: u32 = ROW_TILES + 4 * MOST_SEQUENCES;
+/// Bytes of all sums.
+const SUMS: u32 = WORK + 4 * MOST_ROW_TILES;
 
-/// What the kernel reads besides lengths.
-struct Call<'a> {
-    p: &'a PagedHopperParams,
+/// Where a range begins: row tile, group and key tile.
+type Start = [u32; 3];
+
+/// What divides the work of a call, in a CTA of `S`.
+struct Call<'a, S> {
+    p: &'a AttentionParams,
     sequences: Sequences,
-    row_tiles: Global<u32>,
+    parts: Parts,
     /// Tokens of a row tile.
     tokens: u32,
     /// Groups of query heads.
     groups: u32,
+    shape: PhantomData<S>,
 }
 
-/// The kernel.
+/// Finds the range of this CTA and describes its row tiles. All threads take part; a barrier must
+/// follow.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
-pub fn schedule(
-    starts: Global<i32>,
-    past_seqlens: Global<i32>,
-    row_tiles: Global<u32>,
-    range_starts: Global<u32>,
-    p: PagedHopperParams,
+pub(super) fn divide<S: Tile>(
+    sequences: Sequences,
+    packing: Packing,
+    parts: Parts,
+    p: &AttentionParams,
 ) {
-    grid_dependency_wait();
-    launch_dependents();
-    let sequences = Sequences {
-        starts,
-        past_seqlens,
-        tokens: p.tokens,
-        least: p.least,
-        counts_new: p.counts_new != 0,
-    };
-    let call = Call {
-        p: &p,
-        sequences,
-        row_tiles,
-        tokens: tokens_of(Packing::Heads(p.tile_heads)),
-        groups: quotient(p.hopper.attention.q_heads, p.tile_heads),
-    };
+    const { assert!(SUMS <= S::STAGES * S::STAGE_BYTES && S::THREADS <= LANES * LANES) }
+    let (tokens, groups) = (tokens_of(packing), quotient(p.q_heads, packing.heads()));
+    let call = Call::<S> { p, sequences, parts, tokens, groups, shape: PhantomData };
     // Lengths that do not fit each other may ask for more than there is room for.
-    let count = call.count_row_tiles().min(most_row_tiles(&p)).min(MOST_ROW_TILES);
-    let work = call.describe_row_tiles(count);
+    let most = most_of(p, sequences.tokens, tokens).min(MOST_ROW_TILES);
+    let count = call.count_row_tiles().min(most);
+    let work = call.sum_up_work(count);
     sync_threads();
-    for cta in Rolled(thread_idx()..p.ctas + 1, THREADS) {
-        let start = if cta < p.ctas { call.range_start(cta, work, count) } else { [count, 0, 0] };
-        let [row_tile, group, keys] = start;
-        range_starts.store_vec((START_WORDS * cta) as usize, [row_tile, group, keys, 0]);
-    }
+    let [begin, end] = call.range(work, count);
+    call.leave(begin, end);
+    // TMA fills the place of the sums next.
+    fence_proxy_async();
 }
 
 /// Row tiles of all sequences for a group of query heads, at most.
-#[cfg_attr(target_arch = "nvptx64", inline(always))]
+#[cfg(not(target_arch = "nvptx64"))]
 pub fn most_row_tiles(p: &PagedHopperParams) -> u32 {
-    let AttentionParams { batch, q_len, .. } = p.hopper.attention;
-    let tokens = tokens_of(Packing::Heads(p.tile_heads));
+    most_of(&p.hopper.attention, p.tokens, tokens_of(Packing::Heads(p.tile_heads)))
+}
+
+/// [`most_row_tiles`] of a call with that many tokens, in row tiles of `height` tokens.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+fn most_of(p: &AttentionParams, tokens: u32, height: u32) -> u32 {
     // Saturates: a call of more is not divided.
-    batch.saturating_mul(q_len.div_ceil(tokens)).min(row_tiles(p.tokens, batch, tokens))
+    let of_longest = p.batch.saturating_mul(p.q_len.div_ceil(height));
+    of_longest.min(row_tiles(tokens, p.batch, height))
 }
 
 /// Tokens of a row tile.
@@ -106,16 +112,22 @@ fn tokens_of(packing: Packing) -> u32 {
     ROWS / WARPGROUP_ROWS * packing.tokens()
 }
 
-impl Call<'_> {
+impl<S: Tile> Call<'_, S> {
+    /// The sums `bytes` bytes behind the first.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn sums(bytes: u32) -> Shared<u32> {
+        Shared::at(S::KV + bytes)
+    }
+
     /// Counts the row tiles of the sequences up to each one. Returns how many all have.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn count_row_tiles(&self) -> u32 {
-        let (batch, sums) = (self.p.hopper.attention.batch, Shared::<u32>::at(ROW_TILES));
+        let (batch, sums) = (self.p.batch, Self::sums(ROW_TILES));
         let mut before = 0;
-        for first in Rolled(0..batch.min(MOST_SEQUENCES), THREADS) {
+        for first in Rolled(0..batch.min(MOST_SEQUENCES), S::THREADS) {
             let b = first + thread_idx();
             let own = if b < batch { self.of_sequence(b) } else { 0 };
-            let up_to = before + sum_up_to_thread(own, &mut before);
+            let up_to = before + Self::sum_up_to_thread(own, &mut before);
             if b < MOST_SEQUENCES {
                 sums.store(b, up_to);
             }
@@ -126,57 +138,53 @@ impl Call<'_> {
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn of_sequence(&self, b: u32) -> u32 {
-        self.sequences.get(b, &self.p.hopper.attention).new.div_ceil(self.tokens)
+        self.sequences.get(b, self.p).new.div_ceil(self.tokens)
     }
 
-    /// Describes the row tiles, and sums up the work of those up to each one. Returns that of all.
+    /// Sums up the work of the row tiles up to each one. Returns that of all.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn describe_row_tiles(&self, count: u32) -> u32 {
-        let a = &self.p.hopper.attention;
-        let sums = Shared::<u32>::at(WORK);
+    fn sum_up_work(&self, count: u32) -> u32 {
+        let sums = Self::sums(WORK);
         let mut before = 0;
-        for first in Rolled(0..count, THREADS) {
+        for first in Rolled(0..count, S::THREADS) {
             let row_tile = first + thread_idx();
-            let mut own = 0;
-            if row_tile < count {
-                let batch = self.sequence_of(row_tile);
-                let sequence = self.sequences.get(batch, a);
-                let nth = row_tile - self.row_tiles_before(batch);
-                let rows = [nth * self.tokens, self.tokens];
-                let work = Work::of_row_tile(batch, rows, sequence, self.p.keys, a);
-                let words = work.words();
-                for i in 0..3 {
-                    let at = TILE_WORDS * row_tile + 4 * i as u32;
-                    self.row_tiles.store_vec(at as usize, words[i]);
-                }
-                own = work.keys.count() + BEGINNING;
-            }
-            let up_to = before + sum_up_to_thread(own, &mut before);
-            if row_tile < count {
+            let exists = row_tile < count;
+            let own = if exists { self.row_tile(row_tile).keys.count() + BEGINNING } else { 0 };
+            let up_to = before + Self::sum_up_to_thread(own, &mut before);
+            if exists {
                 sums.store(row_tile, up_to);
             }
         }
         before
     }
 
-    /// The sequence of a row tile.
+    /// A row tile of the first query head.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn sequence_of(&self, row_tile: u32) -> u32 {
-        let batch = self.p.hopper.attention.batch.min(MOST_SEQUENCES);
-        first_above(Shared::at(ROW_TILES), batch, row_tile)
+    fn row_tile(&self, number: u32) -> Work {
+        let sums = Self::sums(ROW_TILES);
+        let batch = first_above(sums, self.p.batch.min(MOST_SEQUENCES), number);
+        let before = if batch == 0 { 0 } else { sums.load(batch - 1) };
+        let rows = [(number - before) * self.tokens, self.tokens];
+        Work::of_row_tile(batch, rows, self.sequences.get(batch, self.p), S::N, self.p)
     }
 
+    /// Where the range of this CTA begins, and that of the next one, with so much work in each
+    /// group's row tiles.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn row_tiles_before(&self, batch: u32) -> u32 {
-        if batch == 0 { 0 } else { Shared::<u32>::at(ROW_TILES).load(batch - 1) }
+    fn range(&self, work: u32, count: u32) -> [Start; 2] {
+        // Even lanes find the one, odd ones the other.
+        let cta = block_idx_x() + lane() % 2;
+        let is_range = cta < self.parts.ctas;
+        let start = if is_range { self.range_start(cta, work, count) } else { [count, 0, 0] };
+        [0, 1].map(|lane| start.map(|word| shfl_idx_u32(word, lane)))
     }
 
-    /// Where the range of a CTA begins, with so much work in each group's row tiles.
+    /// Where the range of a CTA begins.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn range_start(&self, cta: u32, work: u32, count: u32) -> [u32; 3] {
+    fn range_start(&self, cta: u32, work: u32, count: u32) -> Start {
         let all = u64::from(work) * u64::from(self.groups);
-        let position = all * u64::from(cta) / u64::from(self.p.ctas);
-        let sums = Shared::<u32>::at(WORK);
+        let position = all * u64::from(cta) / u64::from(self.parts.ctas);
+        let sums = Self::sums(WORK);
         let row_tile = first_above(sums, count, (position / u64::from(self.groups)) as u32);
         if row_tile >= count {
             return [count, 0, 0];
@@ -186,7 +194,7 @@ impl Call<'_> {
         let rest = (position - u64::from(before) * u64::from(self.groups)) as u32;
         let group = quotient(rest, own);
         let (rest, count) = (rest - group * own, own - BEGINNING);
-        let shortest = self.p.shortest;
+        let shortest = self.parts.shortest;
         let keys = quotient(rest.saturating_sub(BEGINNING), shortest) * shortest;
         match () {
             () if count >= 2 * shortest && keys + shortest <= count => [row_tile, group, keys],
@@ -196,6 +204,53 @@ impl Call<'_> {
             () => [row_tile + 1, 0, 0],
         }
     }
+
+    /// Leaves the range and the descriptions of its row tiles.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn leave(&self, begin: Start, end: Start) {
+        let Parts { schedule, ctas, .. } = self.parts;
+        if thread_idx() == 0 {
+            let here = Shared::<u32>::at(S::BYTES);
+            for (i, [row_tile, group, keys]) in [begin, end].into_iter().enumerate() {
+                here.store_vec(START_WORDS * i as u32, [row_tile, group, keys, 0]);
+            }
+            schedule.leave_start(block_idx_x(), begin);
+            if block_idx_x() + 1 == ctas {
+                schedule.leave_start(ctas, end);
+            }
+        }
+        let behind = end[0] + u32::from((end[1] | end[2]) > 0);
+        for row_tile in Rolled(begin[0] + thread_idx()..behind, S::THREADS) {
+            let words = self.row_tile(row_tile).words();
+            for i in 0..3 {
+                let at = tile_word(block_idx_x(), row_tile) + 4 * i as u32;
+                schedule.row_tiles.store_vec(at as usize, words[i]);
+            }
+        }
+    }
+
+    /// The sum of `own` up to this thread, and adds that of all threads to `all`.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn sum_up_to_thread(own: u32, all: &mut u32) -> u32 {
+        let sums = Self::sums(0);
+        let up_to = sum_up_to(lane(), own);
+        if lane() == LANES - 1 {
+            sums.store(warp(), up_to);
+        }
+        sync_threads();
+        let of_warp = if lane() < S::THREADS / LANES { sums.load(lane()) } else { 0 };
+        let of_warps = sum_up_to(lane(), of_warp);
+        let before = shfl_idx_u32(of_warps, warp().saturating_sub(1));
+        *all += shfl_idx_u32(of_warps, LANES - 1);
+        sync_threads();
+        if warp() == 0 { up_to } else { before + up_to }
+    }
+}
+
+/// The first word of a row tile as a CTA leaves it.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+pub(super) fn tile_word(cta: u32, row_tile: u32) -> u32 {
+    TILE_WORDS * (row_tile + cta)
 }
 
 /// The first of `count` rising numbers that is above `value`; `count` if none is.
@@ -211,22 +266,6 @@ fn first_above(numbers: Shared<u32>, count: u32, value: u32) -> u32 {
         }
     }
     low
-}
-
-/// The sum of `own` up to this thread, and adds that of all threads to `all`.
-#[cfg_attr(target_arch = "nvptx64", inline(always))]
-fn sum_up_to_thread(own: u32, all: &mut u32) -> u32 {
-    let sums = Shared::<u32>::at(0);
-    let up_to = sum_up_to(lane(), own);
-    if lane() == LANES - 1 {
-        sums.store(warp(), up_to);
-    }
-    sync_threads();
-    let of_warps = sum_up_to(lane(), sums.load(lane()));
-    let before = shfl_idx_u32(of_warps, warp().saturating_sub(1));
-    *all += shfl_idx_u32(of_warps, LANES - 1);
-    sync_threads();
-    if warp() == 0 { up_to } else { before + up_to }
 }
 
 /// The range of a CTA, for one warp.
@@ -247,7 +286,7 @@ pub(super) struct WorkRange {
     held: u32,
 }
 
-/// What the attention kernel reads of a schedule.
+/// What CTAs leave of the division.
 #[derive(Clone, Copy)]
 pub(super) struct Schedule {
     pub(super) row_tiles: Global<u32>,
@@ -257,15 +296,25 @@ pub(super) struct Schedule {
 impl Schedule {
     /// Where the range of a CTA begins.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub(super) fn range_start(self, cta: u32) -> [u32; 3] {
+    pub(super) fn range_start(self, cta: u32) -> Start {
         let [row_tile, group, keys, _] = self.range_starts.load_vec((START_WORDS * cta) as usize);
         [row_tile, group, keys]
     }
 
-    /// The range of this CTA.
+    /// Leaves where the range of a CTA begins.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub(super) fn range(self, packing: Packing, q_heads: u32) -> WorkRange {
-        let [begin, end] = [0, 1].map(|next| self.range_start(block_idx_x() + next));
+    fn leave_start(self, cta: u32, [row_tile, group, keys]: Start) {
+        self.range_starts.store_vec((START_WORDS * cta) as usize, [row_tile, group, keys, 0]);
+    }
+
+    /// The range of this CTA, as [`divide`] has left it.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub(super) fn range<S: Tile>(self, packing: Packing, q_heads: u32) -> WorkRange {
+        let here = Shared::<u32>::at(S::BYTES);
+        let [begin, end] = [0, 1].map(|i| {
+            let [row_tile, group, keys, _] = here.load_vec(START_WORDS * i);
+            [row_tile, group, keys]
+        });
         let ([row_tile, group, from], [last, behind, rest]) = (begin, end);
         let (heads, groups) = (packing.heads(), quotient(q_heads, packing.heads()));
         let whole = (last - row_tile) * groups + behind - group;
@@ -309,7 +358,54 @@ impl WorkRange {
         // opaque(): otherwise the comparison occupies a predicate across the loop over pieces.
         let lane = opaque(lane());
         if self.left > 0 && lane < TILE_WORDS {
-            self.held = self.row_tiles.load((TILE_WORDS * self.row_tile + lane) as usize);
+            let at = tile_word(block_idx_x(), self.row_tile) + lane;
+            self.held = self.row_tiles.load(at as usize);
         }
     }
+}
+
+/// What the CTAs of a call leave for these lengths, by the simulated machine: row tiles, and where
+/// ranges begin. `starts` is (sequences + 1), `past_seqlens` (sequences); the CTAs are those of the
+/// kernel for head size 128.
+///
+/// # Errors
+/// Where a CTA leaves its memory, or several write one place.
+#[cfg(not(target_arch = "nvptx64"))]
+pub fn divided(
+    starts: &[i32],
+    past_seqlens: &[i32],
+    p: &PagedHopperParams,
+    seed: u64,
+) -> Result<[Vec<u32>; 2], gqa_sim::Fault> {
+    use super::{D128, schedule_words};
+    use gqa_sim::Arg;
+    type Shape = D128<false>;
+    let [mut row_tiles, mut range_starts] = schedule_words(p).map(|words| vec![u32::MAX; words]);
+    let launch = gqa_sim::Launch {
+        name: "divide",
+        grid: [p.ctas, 1, 1],
+        threads: Shape::THREADS,
+        shared_bytes: Shape::PAGED_SHARED_BYTES,
+        seed,
+        communicates: true,
+        ..gqa_sim::Launch::default()
+    };
+    let kernel = |given: &gqa_sim::Arguments| {
+        let p: PagedHopperParams = given.params(4);
+        let schedule = Schedule { row_tiles: given.global(2), range_starts: given.global(3) };
+        let (columns, states) = (Global::null(), Global::null());
+        let parts = Parts { columns, states, schedule, ctas: p.ctas, shortest: p.shortest };
+        let pages = Pages::new(given.global(0), given.global(1), Global::null(), &p);
+        let (packing, attention) = (Packing::Heads(p.tile_heads), &p.hopper.attention);
+        divide::<Shape>(pages.sequences, packing, parts, attention);
+    };
+    let given = [
+        Arg::read(starts),
+        Arg::read(past_seqlens),
+        Arg::write(&mut row_tiles),
+        Arg::write(&mut range_starts),
+        Arg::params(p),
+    ];
+    gqa_sim::launch(&launch, &kernel, &given)?;
+    Ok([row_tiles, range_starts])
 }

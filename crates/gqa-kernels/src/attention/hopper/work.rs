@@ -107,7 +107,7 @@ impl Work {
         Self { place: Place { head, ..self.place }, ..self }
     }
 
-    /// A row tile of the first query head, as a schedule has it.
+    /// A row tile of the first query head, as it lies in memory.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn words(&self) -> [[u32; 4]; 3] {
         let Self { place, seqlen, keys, .. } = self;

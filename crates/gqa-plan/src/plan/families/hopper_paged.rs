@@ -54,22 +54,18 @@ impl Family for HopperPaged {
         if kernel.entry.role == Role::Attention {
             return Ok(vec![attention]);
         }
-        let overlapping = |role, grid| {
-            let entry = beside(kernel.entry, role)?;
-            let launch = launch(entry, grid, &paged.arguments, &paged.params)?;
-            Ok::<_, Error>(Launch { programmatic: true, ..launch })
-        };
-        let schedule = overlapping(Role::Schedule, [1, 1, 1])?;
-        let merge = overlapping(Role::Merge, kernels::merge_grid(&paged.params))?;
-        Ok(vec![schedule, Launch { programmatic: true, ..attention }, merge])
+        let entry = beside(kernel.entry, Role::Merge)?;
+        let grid = kernels::merge_grid(&paged.params);
+        let merge = launch(entry, grid, &paged.arguments, &paged.params)?;
+        let programmatic = |launch| Launch { programmatic: true, ..launch };
+        Ok(vec![programmatic(attention), programmatic(merge)])
     }
 }
 
-/// The kernel with that role beside one of its family, for its element type if for any.
+/// The kernel with that role beside one of its family, for its element type.
 pub(super) fn beside(entry: &Entry, role: Role) -> Result<&'static Entry> {
     let is_it = |other: &&Entry| {
-        let suits = other.dtype == entry.dtype || role == Role::Schedule;
-        other.family == entry.family && other.role == role && suits
+        (other.family, other.role, other.dtype) == (entry.family, role, entry.dtype)
     };
     let missing = || Error::NoKernel(format!("{} has no {role:?}", entry.name));
     entries().find(is_it).ok_or_else(missing)
@@ -166,8 +162,8 @@ fn split(call: &Call<'_>, entry: &'static Entry) -> Option<Kernel> {
         return None;
     }
     if let Some(forced) = call.forced {
-        let is_beside = [Role::Schedule, Role::Merge].contains(&forced.role);
-        return (is_beside || forced.name == split.name).then(|| Kernel::whole(split));
+        let is_this = forced.role == Role::Merge || forced.name == split.name;
+        return is_this.then(|| Kernel::whole(split));
     }
     let few_rows = !fills_tiles(p) && !reading_often_pays(p, device);
     (few_rows || division.pays()).then(|| Kernel::whole(split))
@@ -235,7 +231,7 @@ impl Division {
         pieces.clamp(1, self.multiprocessors)
     }
 
-    /// Whether a schedule has room for the call, and can count its work.
+    /// Whether CTAs have room to divide the call, and can count its work.
     fn fits(&self, p: &Problem) -> bool {
         let [row_tiles, key_tiles] = self.most;
         p.batch <= kernels::MOST_SEQUENCES as usize
@@ -351,8 +347,8 @@ fn tile_heads(p: &Problem, pages: Pages, rows: u32) -> usize {
     (1..=group.min(kernels::QUERY_BOX as usize)).filter(fits).min_by_key(tiles).unwrap_or(1)
 }
 
-/// Scratch memory: a counter from which work tiles are drawn; or a schedule, and what pieces leave
-/// for the merge.
+/// Scratch memory: a counter from which work tiles are drawn; or the division of the work, and what
+/// pieces leave for the merge.
 fn scratch(
     params: &PagedHopperParams,
     entry: &Entry,
