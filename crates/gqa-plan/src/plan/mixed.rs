@@ -131,11 +131,22 @@ impl Attentions {
             return Self { chosen: Vec::new(), decisions };
         };
         let task = Task { appended: true, ..whole };
-        if prompt.divides_work() {
-            let all = Attention { problem: read, choice: prompt, task };
-            return Self { chosen: vec![all], decisions };
-        }
         let few = Few::of(problem, pages, |problem| consider(step, problem));
+        if prompt.divides_work() {
+            // The kernel reads copies of quantized keys, and for a few tokens these cost too much.
+            let copies = problem.quantized.is_some() && read.quantized.is_none();
+            let apart = few.filter(|few| copies && few.lengths.few > 0);
+            let steps = apart.map(|few| {
+                let task = Task { appended: !appends, concurrent: true, ..whole };
+                few.divided(task, device, options)
+            });
+            let least = steps.as_ref().map_or(task.least, |steps| steps.problem.q_len + 1);
+            if let Some(steps) = &steps {
+                decisions[0] = decision(step, &Ok(steps.choice));
+            }
+            let others = Attention { problem: read, choice: prompt, task: Task { least, ..task } };
+            return Self { chosen: steps.into_iter().chain([others]).collect(), decisions };
+        }
         let come_apart =
             |few: &Few| problem.batch_invariant || few.lengths.come_apart(problem, &prompt, device);
         let Some(few) = few.filter(come_apart) else {
@@ -174,13 +185,7 @@ impl Attentions {
         };
         in_place.or_else(|| {
             let numbers = if quantized { problem.dequantized().ok()? } else { problem.clone() };
-            // Sequences of few tokens are not worth a copy of their keys.
-            let hopper: &'static dyn Family = if quantized {
-                &HopperPaged { divides: false }
-            } else {
-                &HopperPaged { divides: true }
-            };
-            let families = [hopper, &TiledPaged];
+            let families: [&'static dyn Family; 2] = [&HopperPaged, &TiledPaged];
             let first = usize::from(problem.batch_invariant);
             families[first..].iter().find_map(|family| ask(*family, numbers.clone()))
         })
@@ -224,9 +229,7 @@ struct Few {
 }
 
 impl Few {
-    /// Sequences that fit one M tile; prefer the smallest tile. A larger tile is better only if it
-    /// takes more sequences: if the small one takes single tokens only, and the other sequences all
-    /// have as many tokens as the longest, sequences of few tokens are decode steps.
+    /// Sequences that fit the smallest tile that holds their [tokens](drafts).
     fn of<E>(
         p: &Problem,
         pages: Pages,
@@ -234,8 +237,11 @@ impl Few {
     ) -> Option<Self> {
         let tokens = ROW_TILES.map(|rows| (rows * p.kv_heads / p.q_heads).max(1));
         let tokens = if p.batch_invariant { vec![step_tokens(p)] } else { tokens.to_vec() };
-        let candidates =
-            tokens.into_iter().filter(|&tokens| tokens < p.q_len).filter_map(|tokens| {
+        let least = if p.batch_invariant { 1 } else { drafts(p, pages) };
+        let mut candidates = tokens
+            .into_iter()
+            .filter(|&tokens| (least..p.q_len).contains(&tokens))
+            .filter_map(|tokens| {
                 let new_len = if p.reads_pages_only() { 0 } else { tokens };
                 let problem =
                     p.derive(|call| ProblemFields { q_len: tokens, new_len, ..call }).ok()?;
@@ -249,11 +255,31 @@ impl Few {
                 let own = own.filter(|_| !p.batch_invariant);
                 Some(Self { problem, choice: own.unwrap_or(of_batch), lengths })
             });
-        candidates.reduce(|small, large| {
-            let more = large.lengths.few > small.lengths.few;
-            if more && !small.lengths.leave_whole_prompts(p) { large } else { small }
-        })
+        candidates.next()
     }
+
+    /// A launch of their own, whose CTAs divide keys by lengths where that is faster.
+    fn divided(self, task: Task, device: &DeviceInfo, options: &PlanOptions) -> Attention {
+        let Self { problem, choice, .. } = self;
+        let call = Call::new(&problem, device, options);
+        let kernel = in_parts(&choice.kernel, &call).unwrap_or(choice.kernel);
+        Attention { choice: Choice { kernel, ..choice }, task, problem }
+    }
+}
+
+/// Tokens of a sequence of few: one each, unless the numbers of tokens and sequences are those of
+/// some prompts as long as the longest beside sequences of so many tokens each, as where an engine
+/// checks drafts. Larger tiles for a few sequences more were slower for all of them
+/// (`docs/perf-log.md`).
+fn drafts(p: &Problem, pages: Pages) -> usize {
+    let most = ROW_TILES[3] * p.kv_heads / p.q_heads;
+    let each = |prompts: usize| {
+        let left = pages.tokens.checked_sub(prompts * p.q_len)?;
+        let few = p.batch.checked_sub(prompts).filter(|few| *few > 1)?;
+        left.is_multiple_of(few).then_some(left / few)
+    };
+    let prompts = 1..=pages.tokens / p.q_len.max(1);
+    prompts.filter_map(each).find(|each| (2..=most).contains(each)).unwrap_or(1)
 }
 
 /// A call with both short and long sequences.
@@ -327,6 +353,8 @@ struct Lengths {
     tokens: usize,
     /// Keys that a sequence has at most, or sees.
     keys: usize,
+    /// Keys of all sequences of few tokens at most: the cache has a row for each.
+    cached: usize,
 }
 
 impl Lengths {
@@ -338,12 +366,10 @@ impl Lengths {
         let tokens = pages.tokens.saturating_sub(few).div_ceil(many).max(1);
         let keys =
             p.window.map_or(p.total_len, |window| p.total_len.min(window.saturating_add(p.q_len)));
-        Self { few, many, tokens, keys }
-    }
-
-    /// Whether the long sequences are about as long as the longest.
-    fn leave_whole_prompts(self, p: &Problem) -> bool {
-        (p.q_len - p.q_len / 32..=p.q_len).contains(&self.tokens)
+        let rows = pages.blocks.saturating_mul(pages.block_size);
+        let of_others = many.saturating_mul(tokens);
+        let cached = few.saturating_mul(keys).min(rows.saturating_sub(of_others));
+        Self { few, many, tokens, keys, cached }
     }
 
     /// Whether a separate launch for short sequences costs less than the prefill kernel's tiles for
@@ -397,7 +423,7 @@ impl Lengths {
         const OF_ARITHMETIC: f64 = 0.77;
         /// Seconds to begin a work tile.
         const START: f64 = 2.5e-6;
-        let Self { few: sequences, many, tokens, keys } = self;
+        let Self { few: sequences, many, tokens, keys, cached } = self;
         let heads = sequences.saturating_mul(p.kv_heads);
         let rows = prompt.kernel.entry.rows as usize;
         // Smaller heads have as many exponentials.
@@ -410,7 +436,8 @@ impl Lengths {
             device,
             blocks: heads.saturating_mul(step.cluster as usize),
             in_halves: step.entry.min_blocks > 1,
-            cached_bytes: heads as f64 * keys as f64 * key_bytes(few) as f64,
+            cached_bytes: (cached as f64 * p.kv_heads as f64) * key_bytes(few) as f64,
+            longest_bytes: (keys * key_bytes(few)) as f64 / f64::from(step.cluster),
             new_bytes: all_tokens as f64 * (p.kv_heads * 2 * p.head_size * p.dtype.size()) as f64,
             tiles: self.work_tiles(p, prompt),
             // A causal row attends to half of its sequence's new tokens on average.

@@ -1615,17 +1615,17 @@ fn tokens_beside_a_prompt_have_a_kernel_of_their_own() {
     assert_eq!(kernels(&mixed(512 + 31), &disabled), prompts);
 }
 
-/// If all prefills are as long as the longest once the others have one token each, they have that
-/// length.
+/// Sequences of few tokens are decode steps, unless the numbers say that each has several.
 #[test]
-fn single_tokens_beside_equal_prompts_take_the_smallest_row_tile() {
+fn single_tokens_take_the_smallest_row_tile() {
     let kernel = |tokens: usize| {
         let p = with_pages(over_blocks(44, 128, 384), |pages| Pages { tokens, ..pages });
         let all = kernels(&p, &PlanOptions::default());
         all.into_iter().find(|name| name.contains("decode"))
     };
     assert_eq!(kernel(40 + 4 * 128), Some("decode_paged_f16_d128_r8_w4"));
-    assert_eq!(kernel(40 + 4 * 100), Some("decode_paged_f16_d128_r32_w4"));
+    assert_eq!(kernel(40 + 4 * 100), Some("decode_paged_f16_d128_r8_w4"));
+    assert_eq!(kernel(41 * 3 + 3 * 128), Some("decode_paged_f16_d128_r16_w4"));
 }
 
 /// A cache without room for as many keys of every sequence says that lengths differ.
@@ -1709,6 +1709,17 @@ fn few_tokens_fill_row_tiles_of_several_heads() {
     assert_eq!(heads(5, 100), 5);
 }
 
+/// Unless all heads run at a time and have few keys.
+#[test]
+fn few_keys_are_read_by_every_head() {
+    let chunk = |keys: usize| {
+        let p = with(over_blocks(1, 22, keys - 22), |p| p.q_heads = 64);
+        kernels(&p, &PlanOptions::default()).into_iter().find(|name| name.contains("hopper"))
+    };
+    let [one, several] = ["hopper_paged_f16_d128", "hopper_paged_split_f16_d128"];
+    assert_eq!([512, 513].map(chunk), [Some(one), Some(several)]);
+}
+
 /// A separate launch costs less than a few row tiles with one token each.
 #[test]
 fn few_sequences_come_apart_from_a_prompt() {
@@ -1786,10 +1797,33 @@ fn blocks_are_gathered() {
     let why = rejection(&over_blocks(8, 512, 0), "h200", &unfused, Family::HopperPaged);
     assert_eq!(why, "switched off by GQA_DISABLE_FUSED_KV");
     let codes = |s| quantized(over_blocks(8, s, 512), CODES[0]);
-    let [append, gather] = ["paged_append_quantized", "paged_gather"];
     assert_eq!(kernels(&codes(2), &off), ["decode_paged_q8_f16_d128_r8"]);
-    let few = quantized(over_blocks(1, 33, 512), CODES[0]);
-    assert_eq!(kernels(&few, &off)[..2], [append, gather]);
+}
+
+/// Of a quantized cache the keys of long sequences are copied, which then are divided; those of
+/// sequences of few tokens stay as they are.
+#[test]
+fn long_quantized_sequences_are_copied_and_divided() {
+    let off = PlanOptions::default();
+    let divided = [
+        "paged_append_quantized",
+        "paged_dequantize",
+        "hopper_paged_split_f16_d128",
+        "hopper_paged_merge",
+        "paged_gaps",
+    ];
+    let chunk = quantized(over_blocks(1, 33, 512), CODES[0]);
+    assert_eq!(kernels(&chunk, &off), divided);
+    let mixed = quantized(over_blocks(32, 512, 30_000), CODES[0]);
+    let mixed = with_pages(mixed, |pages| Pages { tokens: 512 + 31, ..pages });
+    let plan = plan(&mixed, &device("h200"), &off).unwrap();
+    let [step, others @ ..] = &plan.launches[..] else { panic!("launches") };
+    assert_eq!(kernel(step), "decode_paged_q8_f16_d128_r16_w4");
+    assert!(step.concurrent && others.iter().all(|launch| !launch.concurrent));
+    assert_eq!(others.iter().map(kernel).collect::<Vec<_>>(), divided);
+    let many: &PagedHopperParams = bytemuck::from_bytes(&others[2].params);
+    let few: &PagedDecodeParams = bytemuck::from_bytes(&step.params);
+    assert_eq!(many.least, few.decode.attention.q_len + 1);
 }
 
 /// For chunks of few rows, each row tile converts the quantized values.

@@ -18,10 +18,7 @@ use gqa_kernels::attention::hopper as kernels;
 use gqa_kernels::params::{AttentionParams, PagedHopperParams, Strides};
 use gqa_kernels::registry::{self, Entry, Role, entries};
 
-pub(in crate::plan) struct HopperPaged {
-    /// Whether one launch may take all sequences and divide their work.
-    pub(in crate::plan) divides: bool,
-}
+pub(in crate::plan) struct HopperPaged;
 
 impl Family for HopperPaged {
     fn module(&self) -> registry::Family {
@@ -45,7 +42,7 @@ impl Family for HopperPaged {
     }
 
     fn choose(&self, call: &Call<'_>) -> Result<Kernel, Rejection> {
-        choose(self, call, self.divides)
+        choose(self, call, true)
     }
 
     fn launches(&self, kernel: &Kernel, job: Job<'_>) -> Result<Vec<Launch>> {
@@ -124,10 +121,23 @@ fn may_split(p: &Problem) -> Result<(), Rejection> {
 fn suits(call: &Call<'_>) -> Result<(), Rejection> {
     let p = call.problem;
     let is_sole = call.options.force.is_some() || p.pages.is_some_and(|pages| pages.consecutive);
-    if !is_sole && !fills_tiles(p) && !reading_often_pays(p, call.device) {
+    if !is_sole && leaves_tiles_empty(p, call.device) {
         return Err(Rejection::FewRows { got: p.q_len, min: LEAST_ROWS });
     }
     Ok(())
+}
+
+/// Whether tiles of one query head are almost empty, and reading keys for each costs more than
+/// tiles that heads share.
+fn leaves_tiles_empty(p: &Problem, device: &DeviceInfo) -> bool {
+    !fills_tiles(p) && !reading_often_pays(p, device) && !is_short(p, device)
+}
+
+/// Whether all query heads run at a time, on so few keys that nothing else is faster: these are no
+/// more than two pieces of a divided row tile.
+fn is_short(p: &Problem, device: &DeviceInfo) -> bool {
+    const KEYS: usize = 512;
+    p.total_len <= KEYS && p.q_heads.saturating_mul(p.batch) <= device.multiprocessors as usize
 }
 
 /// Whether the longest sequence fills a tile of one query head well.
@@ -165,8 +175,7 @@ fn split(call: &Call<'_>, entry: &'static Entry) -> Option<Kernel> {
         let is_this = forced.role == Role::Merge || forced.name == split.name;
         return is_this.then(|| Kernel::whole(split));
     }
-    let few_rows = !fills_tiles(p) && !reading_often_pays(p, device);
-    (few_rows || division.pays()).then(|| Kernel::whole(split))
+    (leaves_tiles_empty(p, device) || division.pays()).then(|| Kernel::whole(split))
 }
 
 /// How the work of a call is divided.

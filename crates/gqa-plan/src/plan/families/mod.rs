@@ -30,7 +30,7 @@ pub(super) static FAMILIES: [&dyn Family; 23] = [
     &decode_paged::DecodePaged,
     &decode_paged_quantized::DecodePagedQuantized,
     &hopper_paged_quantized::HopperPagedQuantized,
-    &hopper_paged::HopperPaged { divides: true },
+    &hopper_paged::HopperPaged,
     &tiled_paged::TiledPaged,
     &latent::Latent,
     &hopper_wide::HopperWide { paged: true },
