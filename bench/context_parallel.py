@@ -1,26 +1,36 @@
 """Decode over a KV cache that several GPUs share, beside one GPU with all of it.
 
-    torchrun --nproc-per-node 2 bench/context_parallel.py [--keys 524288] [--rounds 9]
+    torchrun --nproc-per-node N bench/context_parallel.py [--calls 1x131072 8x131072] [--rounds 9]
 
-The first process also has all keys, for one GPU's time and result. Microseconds of a call in a CUDA
-graph of ten, and eager, as the host makes them; medians of rounds, the slowest rank's. What
-communication takes is a graph of ten gathers alone.
+Calls are sequences x keys of each: 32 query heads of 128, 8 KV heads, bfloat16. Every process draws
+all keys. Microseconds of a call in a CUDA graph of twenty; medians of rounds, the slowest rank's.
+"by NCCL" gathers, "by peers" merges in one launch through mapped memory; c is what either takes
+longer than attention to the own share, in the same kind of graph. Results are compared with float64
+and must be the same bits on all ranks; errors are shares of the largest value.
 """
 
 import argparse
 import os
 import statistics
+import sys
+
+# A multicast object is not needed, and not every host lets its guests make one.
+os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 
 import gqa
 import torch
 import torch.distributed as dist
-from gqa import distributed
+from gqa import _peers, distributed
 
-CALLS = 10
+CALLS = 20
+HEADS, KV_HEADS, SIZE = 32, 8, 128
+# Two roundings to bfloat16, of the parts and of the result.
+MOST_ERROR = 2**-7
+DEFAULT = [f"1x{131072 << i}" for i in range(5)] + ["8x131072"]
 
 
 def graph(call):
-    """Ten calls in a CUDA graph."""
+    """Twenty calls in a CUDA graph."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -35,70 +45,106 @@ def graph(call):
     return captured.replay
 
 
-def timed(call, rounds, calls, together):
-    """Median microseconds of one of `calls` calls; ranks begin together."""
+def timed(replay, rounds):
+    """Median microseconds of a call, the slowest rank's; ranks begin together."""
     times = []
     for _ in range(rounds + 1):
-        if together:
-            dist.barrier()
         begun, ended = (torch.cuda.Event(enable_timing=True) for _ in "ab")
+        dist.barrier()
         torch.cuda.synchronize()
         begun.record()
-        call()
+        replay()
         ended.record()
         torch.cuda.synchronize()
-        times.append(1e3 * begun.elapsed_time(ended) / calls)
-    return statistics.median(times[1:])
+        times.append(1e3 * begun.elapsed_time(ended) / CALLS)
+    slowest = torch.tensor([statistics.median(times[1:])], device="cuda")
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return slowest.item()
 
 
-def slowest(time):
-    times = torch.tensor([time], device="cuda")
-    dist.all_reduce(times, dist.ReduceOp.MAX)
-    return times.item()
+def reference(q, k, v):
+    """The same in float64, some keys at a time."""
+    batch, keys = k.shape[:2]
+    q = q.double().view(batch, KV_HEADS, HEADS // KV_HEADS, SIZE) / SIZE**0.5
+    most = torch.full((*q.shape[:3], 1), -torch.inf, dtype=torch.float64, device=q.device)
+    total, values = torch.zeros_like(most), torch.zeros_like(q)
+    for start in range(0, keys, 131072 // batch):
+        part = slice(start, start + 131072 // batch)
+        scores = torch.einsum("bhgd,bkhd->bhgk", q, k[:, part].double())
+        new = torch.maximum(most, scores.amax(-1, keepdim=True))
+        old, weights = (most - new).exp(), (scores - new).exp()
+        total = total * old + weights.sum(-1, keepdim=True)
+        values = values * old + torch.einsum("bhgk,bkhd->bhgd", weights, v[:, part].double())
+        most = new
+    return (values / total).view(batch, 1, HEADS, SIZE)
 
 
-def repeated(call):
-    return lambda: [call() for _ in range(CALLS)]
+def error(out, wanted):
+    return ((out.double() - wanted).abs().max() / wanted.abs().max()).item()
+
+
+def expect_same(out):
+    """Errs where a rank has other bits."""
+    outs = [torch.empty_like(out) for _ in range(dist.get_world_size())]
+    dist.all_gather(outs, out.contiguous())
+    if not all(torch.equal(outs[0], other) for other in outs):
+        sys.exit("ranks have different results")
+
+
+def measure(batch, keys, rounds):
+    """Times of a call, and errors of its results."""
+    torch.manual_seed(keys)
+    count, rank = dist.get_world_size(), dist.get_rank()
+    normal = lambda *shape: torch.randn(shape, dtype=torch.bfloat16, device="cuda")
+    # Random numbers of one seed are the same on GPUs of one kind.
+    q, mine = normal(batch, 1, HEADS, SIZE), keys // count
+    cache = [normal(batch, mine * count, KV_HEADS, SIZE) for _ in "kv"]
+    share = [x[:, rank * mine : (rank + 1) * mine].contiguous() for x in cache]
+    shared = lambda peers: distributed.context_parallel_decode(q, *share, peer_memory=peers)
+    calls = {
+        "one GPU": lambda: gqa.flash_attn_with_kvcache(q, *cache, causal=True),
+        "its share": lambda: gqa.flash_attn_with_kvcache(q, *share, return_softmax_lse=True),
+        "by NCCL": lambda: shared(False),
+    }
+    if _peers.of(None, q.device) is not None:
+        calls["by peers"] = lambda: shared(True)
+    wanted, times, errors = reference(q, *cache), {}, {}
+    for name, call in calls.items():
+        if name != "its share":
+            out = call()
+            expect_same(out)
+            errors[name] = error(out, wanted)
+    for name, call in calls.items():
+        times[name] = timed(graph(call), rounds)
+    distributed.check()
+    return times, errors
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--keys", type=int, nargs="+", default=[65536, 131072, 262144, 524288])
+    parser.add_argument("--calls", nargs="+", default=DEFAULT)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--batch", type=int, default=1)
     options = parser.parse_args()
     rank = int(os.environ["LOCAL_RANK"])
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
-    count, batch = dist.get_world_size(), options.batch
-    for keys in options.keys:
-        torch.manual_seed(keys)
-        normal = lambda *shape: torch.randn(shape, dtype=torch.bfloat16, device="cuda")
-        q = normal(batch, 1, 32, 128)
-        mine, whole = keys // count, None
-        cache = [normal(batch, keys, 8, 128) for _ in "kv"]
-        share = [x[:, rank * mine : (rank + 1) * mine].contiguous() for x in cache]
-        # Random numbers of one seed are the same on GPUs of one kind.
-        call = lambda: distributed.context_parallel_decode(q, *share)
-        alone = lambda: gqa.flash_attn_with_kvcache(q, *cache, causal=True)
-        out, lse = gqa.flash_attn_with_kvcache(q, *share, return_softmax_lse=True)
-        gather = lambda: distributed._gathered(out, lse, count, None)
-        gathered = gather()
-        merge = lambda: distributed._merged(*gathered)
-        apart = (call().float() - alone().float()).abs().max().item()
-        rows = {}
-        for name, what in (("shared", call), ("gather", gather)):
-            rows[name] = slowest(timed(graph(what), options.rounds, CALLS, True))
-            rows[f"{name}, eager"] = slowest(timed(repeated(what), options.rounds, CALLS, True))
-        dist.barrier()
-        for name, what in (("one GPU", alone), ("its share", lambda: gqa.flash_attn_with_kvcache(
-            q, *share, return_softmax_lse=True)), ("merge", merge)):
-            rows[name] = slowest(timed(graph(what), options.rounds, CALLS, False))
-            rows[f"{name}, eager"] = slowest(timed(repeated(what), options.rounds, CALLS, False))
+    count = dist.get_world_size()
+    if rank == 0:
+        name = torch.cuda.get_device_name()
+        print(f"{count} x {name}, torch {torch.__version__}, gqa {gqa.__version__}")
+        print(f"{'calls':>10} {'':9} {'us':>8} {'faster':>7} {'c us':>6}    error")
+    for call in options.calls:
+        batch, keys = (int(number) for number in call.split("x"))
+        times, errors = measure(batch, keys, options.rounds)
         if rank == 0:
-            print(f"{batch} x {keys} keys, {count} GPUs, apart by {apart:.1e}")
-            for name, time in rows.items():
-                print(f"    {name:18} {time:8.1f} us, {rows['one GPU'] / time:.2f}", flush=True)
+            for name, time in times.items():
+                cost = f"{time - times['its share']:6.1f}" if name.startswith("by") else ""
+                found = f"{errors[name]:.1e}" if name in errors else ""
+                faster = f"{times['one GPU'] / time:7.2f}"
+                print(f"{call:>10} {name:9} {time:8.1f} {faster} {cost:>6}  {found:>7}", flush=True)
+        if max(errors.values()) > MOST_ERROR:
+            sys.exit(f"{call}: {errors}")
+        torch.cuda.empty_cache()
     dist.destroy_process_group()
 
 

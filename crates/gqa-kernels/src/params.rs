@@ -522,6 +522,32 @@ pub struct ScatterParams {
 
 layer!(ScatterParams fixes heads, row_bytes, circular; new in Strides);
 
+/// Scalars of `merge_peers`. A unit is 8 bytes of a row, which are 16 in an inbox.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+pub struct PeersParams {
+    /// Strides of part_lse.
+    pub part_lse: Strides,
+    /// Rows of all sequences and heads.
+    pub rows: u32,
+    /// Query heads.
+    pub heads: u32,
+    /// Rows of a sequence.
+    pub q_len: u32,
+    /// Units of a row.
+    pub row_units: u32,
+    /// This GPU's number among those that merge.
+    pub rank: u32,
+    /// How many GPUs merge: 2 to 8.
+    pub count: u32,
+    /// Units of an inbox that one GPU writes in one call.
+    pub capacity: u32,
+    /// Microseconds for which a warp waits for what other GPUs send.
+    pub timeout: u32,
+}
+
+layer!(PeersParams fixes heads, row_units, rank, count);
+
 /// Scalars of `tree_mask_rows`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]

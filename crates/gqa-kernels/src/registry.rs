@@ -215,6 +215,7 @@ mod decode_quantized;
 mod general;
 mod hopper;
 mod latent;
+mod peers;
 mod prologue;
 mod split_kv;
 mod tiled;
@@ -231,4 +232,5 @@ static TABLES: &[&[&[Entry]]] = &[
     decode::TABLES,
     decode_quantized::TABLES,
     decode_paged::TABLES,
+    peers::TABLES,
 ];

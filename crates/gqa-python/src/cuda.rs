@@ -3,7 +3,10 @@
 use crate::error::{invalid, raised};
 use crate::gpu::GpuArray;
 use crate::scores::Scores;
-use gqa_host::driver::{Device, DeviceTensor, DeviceView, LoadedPlan, Stream, Views, Workspace};
+use gqa_host::driver::{
+    Device, DeviceTensor, DeviceView, Exchange, LoadedPlan, PartShape, PartTensors, PeerMerge,
+    Stream, Views, Workspace,
+};
 use gqa_host::engine::{External, Heads, LatentHeads, Layer, Paged, Rope};
 use gqa_host::plan::{DeviceInfo, PlanOptions, Planner, TensorId, TensorSpec};
 use gqa_host::{
@@ -110,6 +113,82 @@ impl Gpu {
         let loaded = loaded.map_err(raised)?;
         Ok(Plan { gpu, loaded })
     }
+}
+
+/// What GPUs merge of each other, of (batch, rows, heads, size) and with log-sum-exps of these
+/// strides: a kernel on one of them.
+#[pyclass(frozen)]
+pub struct Merge {
+    gpu: Arc<Inner>,
+    merge: PeerMerge,
+}
+
+#[pymethods]
+impl Merge {
+    #[new]
+    fn new(
+        py: Python<'_>,
+        gpu: &Gpu,
+        dtype: &str,
+        shape: (usize, usize, usize, usize),
+        lse: (usize, usize, usize),
+    ) -> PyResult<Self> {
+        let shape = part_shape(dtype, shape, lse)?;
+        let merge = py.detach(|| gpu.0.device.peer_merge(&shape)).map_err(raised)?;
+        Ok(Self { gpu: Arc::clone(&gpu.0), merge })
+    }
+
+    /// 16-byte pairs that a GPU sends of such a part; None where no kernel merges it.
+    #[staticmethod]
+    fn pairs(dtype: &str, shape: (usize, usize, usize, usize)) -> PyResult<Option<usize>> {
+        Ok(part_shape(dtype, shape, (0, 0, 0))?.pairs().ok())
+    }
+
+    /// Bytes of an inbox for so many GPUs and pairs.
+    #[staticmethod]
+    fn inbox_bytes(count: usize, capacity: usize) -> usize {
+        Exchange::inbox_bytes(count, capacity)
+    }
+
+    /// Bytes of a GPU's state.
+    #[classattr]
+    const STATE_BYTES: usize = Exchange::STATE_BYTES;
+
+    /// Most GPUs that merge.
+    #[classattr]
+    const MOST: usize = Exchange::MOST;
+
+    /// Puts it into a stream: `exchange` is the rank, the inboxes, pairs of a part, the state and
+    /// the word for ranks that are late, `tensors` the part with its log-sum-exps and the merged
+    /// ones; `timeout` is in microseconds.
+    fn enqueue(
+        &self,
+        exchange: (usize, Vec<u64>, usize, u64, u64),
+        tensors: (u64, u64, u64, u64),
+        timeout: u32,
+        stream: usize,
+    ) -> PyResult<()> {
+        let (rank, inboxes, capacity, state, late) = exchange;
+        let exchange = Exchange { rank, inboxes, capacity, state, late };
+        let (part, part_lse, out, lse) = tensors;
+        let tensors = PartTensors { part, part_lse, out, lse };
+        // SAFETY: tensors of these shapes, and memory that distributed.py keeps; it sees to the
+        // order of merges, as far as one process can
+        let enqueued = unsafe {
+            let stream = self.gpu.stream(stream);
+            stream.and_then(|stream| self.merge.enqueue(&exchange, &tensors, timeout, &stream))
+        };
+        enqueued.map_err(raised)
+    }
+}
+
+fn part_shape(
+    dtype: &str,
+    (batch, rows, heads, size): (usize, usize, usize, usize),
+    (a, b, c): (usize, usize, usize),
+) -> PyResult<PartShape> {
+    let dtype = dtype_of("q", dtype)?;
+    Ok(PartShape { dtype, batch, rows, heads, size, lse: [a, b, c] })
 }
 
 impl Gpu {

@@ -234,6 +234,7 @@ fn _gqa(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<cuda::Gpu>()?;
     module.add_class::<cuda::Call>()?;
     module.add_class::<cuda::Plan>()?;
+    module.add_class::<cuda::Merge>()?;
     module.add_class::<gpu::GpuArray>()?;
     module.add_class::<layouts::Layouts>()?;
     module.add_function(wrap_pyfunction!(attend_on_cpu, module)?)?;

@@ -35,6 +35,8 @@ pub(crate) struct Block {
     /// Checks of global memory that compare accesses with each other.
     pub(crate) watch: Option<Watch>,
     pub(crate) fault: Option<FaultKind>,
+    /// What `nanoseconds` returned last.
+    pub(crate) nanoseconds: u64,
     arguments: NonNull<Arguments>,
 }
 
@@ -96,6 +98,7 @@ impl Block {
             membership: Membership::new(threads as usize / 32),
             watch: None,
             fault: None,
+            nanoseconds: 0,
             arguments: NonNull::from(arguments),
         }
     }

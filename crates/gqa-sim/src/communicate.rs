@@ -300,6 +300,15 @@ fn check_dependency(block: &mut Block, argument: u32, access: Access) -> Checked
     Ok(())
 }
 
+/// Faults unless the launch's CTAs communicate.
+fn expect_communicates(block: &Block) -> Checked {
+    if block.watch.as_ref().is_none_or(|watch| watch.order.is_none()) {
+        let what = "an atomic operation; the launch does not say that its blocks communicate";
+        return misuse(block, what.to_owned());
+    }
+    Ok(())
+}
+
 fn dependency(block: &mut Block) -> Option<&mut Dependency> {
     block.watch.as_mut()?.dependency.as_mut()
 }
@@ -328,11 +337,7 @@ impl Atomic {
         let (argument, offset) = place.locate(i);
         block::checked(|block| {
             let (thread, number) = (block.who.thread, block.number);
-            if block.watch.as_ref().is_none_or(|watch| watch.order.is_none()) {
-                let what =
-                    "an atomic operation; the launch does not say that its blocks communicate";
-                return misuse(block, what.to_owned());
-            }
+            expect_communicates(block)?;
             let null = || Box::new(FaultKind::NullPointer { thread, argument });
             let refuse = |refusal: crate::memory::Refusal| {
                 Box::new(refusal.fault(thread, argument, offset, 4))
@@ -422,6 +427,50 @@ impl Global<u32> {
     pub fn store_relaxed(self, i: usize, value: u32) {
         STORE.execute(self, i, |_| value);
     }
+}
+
+/// Words that GPUs write into each other's memory: atomic operations that order nothing.
+impl Global<u64> {
+    /// Elements `i`, which is even, and `i + 1`, as all GPUs see them.
+    pub fn load_pair_system(self, i: usize) -> [u64; 2] {
+        self.pair(i, None)
+    }
+
+    /// Writes elements `i`, which is even, and `i + 1`, for all GPUs.
+    pub fn store_pair_system(self, i: usize, words: [u64; 2]) {
+        self.pair(i, Some(words));
+    }
+
+    /// Loads the pair, and then writes what it shall be, if anything.
+    fn pair(self, i: usize, words: Option<[u64; 2]>) -> [u64; 2] {
+        const BYTES: u32 = 16;
+        let (argument, offset) = self.locate(i);
+        block::checked(|block| {
+            let (thread, number) = (block.who.thread, block.number);
+            expect_communicates(block)?;
+            let null = || Box::new(FaultKind::NullPointer { thread, argument });
+            let refuse = |refusal: crate::memory::Refusal| {
+                Box::new(refusal.fault(thread, argument, offset, BYTES))
+            };
+            let buffer = block.arguments().buffer(argument).ok_or_else(null)?;
+            let old = buffer.load(offset).map_err(refuse)?;
+            let mut access = Access::AtomicRead;
+            if let Some(words) = words {
+                buffer.store(offset, words, 8, number).map_err(refuse)?;
+                access = Access::AtomicWrite;
+            }
+            watch(block, argument, offset, BYTES, access)?;
+            Ok(old)
+        })
+    }
+}
+
+/// The clock: a microsecond passes with each look at it.
+pub fn nanoseconds() -> u64 {
+    block::with(|block| {
+        block.nanoseconds += 1000;
+        block.nanoseconds
+    })
 }
 
 /// A fence: orders earlier accesses before later atomic stores, and earlier atomic loads before

@@ -19,7 +19,7 @@ pub use crate::cluster::{
 pub use crate::collective::{
     any_sync, shfl_idx_f32, shfl_idx_u32, shfl_xor_f32, shfl_xor_u32, sync_threads, sync_warp,
 };
-pub use crate::communicate::{fence_gpu, grid_dependency_wait, launch_dependents};
+pub use crate::communicate::{fence_gpu, grid_dependency_wait, launch_dependents, nanoseconds};
 pub use crate::copy::{cp_async_16, cp_async_commit, cp_async_wait};
 pub use crate::global::Global;
 pub use crate::hopper::{

@@ -143,6 +143,9 @@ families! {
     DecodePaged: "decode_paged", "family-decode-paged", ["sm_80", "sm_90" ptx 81, "sm_90a" ptx 81 => "family-decode-paged-warpgroup"];
     /// The same over a paged and quantized KV cache.
     DecodePagedQuantized: "decode_paged_quantized", "family-decode-paged-quantized", ["sm_80" ptx 78, "sm_90" ptx 81];
+    // From SM 90 on a grid may start before the one ahead has ended.
+    /// The merge of what several GPUs hold shares of.
+    Peers: "peers", "family-peers", ["sm_70", "sm_90" ptx 80];
 }
 
 /// Rows of [`Role`] with their names.
@@ -175,6 +178,8 @@ roles! {
     Schedule: "schedule";
     /// Merges splits of the keys.
     Merge: "combine";
+    /// Merges shares of the keys of several GPUs.
+    MergePeers: "merge_peers";
     /// Rounds queries and values to float8 for the attention behind it.
     Operands: "float8_operands";
     /// Unfused: all scores, the first of three launches.

@@ -21,6 +21,7 @@
 //! | cluster | `cluster_rank()`, `cluster_size()`, `cluster_arrive()`, `cluster_arrive_relaxed()`, `cluster_wait()`, [`sync_cluster`]; [`Peer`]`<T>` from [`Shared::on`], or `peer_address(address, rank)` with `ld_peer`, `st_peer`, `ld_peer_vec`, `st_peer_vec`, `st_async`, `st_async_vec2`, `st_async_vec`; `mbarrier_arrive_peer(address)`, `mbarrier_arrive_peer_after_reads(address)`, `mbarrier_arrive_expect_peer(address, bytes)`, `mbarrier_wait_cluster(address, parity)` (SM 90; before, the cluster is one CTA) |
 //! | bulk copy | `bulk_load(shared address, Global<T>, element index, bytes, mbarrier)`, `bulk_load_hinted(.., CachePolicy)`, `evict_first()`, `evict_last()` (SM 90) |
 //! | between CTAs | [`Global`]`<u32>`: `atomic_add`, `atomic_inc`, each also `_acq_rel`, `load_acquire`, `load_relaxed`, `store_release`, `store_relaxed`; `fence_gpu()` |
+//! | between GPUs | [`Global`]`<u64>`: `load_pair_system(i)`, `store_pair_system(i, [u64; 2])`, two words, each in one piece; `nanoseconds()` |
 //! | between grids | `grid_dependency_wait()`, `launch_dependents()` |
 //! | warpgroup | `wgmma_{f16,bf16,e4m3}`, `wgmma_add_*`, `wgmma_registers_*`, `wgmma_k_major_{f16,bf16}`, `wgmma_fence()`, `wgmma_commit()`, `wgmma_wait::<N>()`, `registers_raise::<N>()`, `registers_lower::<N>()`, `named_barrier_sync(id, threads)`, `named_barrier_arrive(id, threads)` (SM 90a) |
 //! | optimiser | `opaque(u32)`: the same value, hidden from the optimiser; `constant_of_{bf16,f16}::<BF16, F16>()`: a constant of that type, hidden likewise; [`Rolled`] |

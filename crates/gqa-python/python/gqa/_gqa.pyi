@@ -10,6 +10,7 @@ __all__ = [
     "Gpu",
     "Call",
     "Plan",
+    "Merge",
     "GpuArray",
     "Layouts",
     "attend",
@@ -152,6 +153,25 @@ class Plan:
         self, addresses: Sequence[int], workspace: int, counters: int, stream: int
     ) -> None: ...
     def schedule(self, starts: int, lengths: int, words: int, stream: int) -> None: ...
+
+@final
+class Merge:
+    STATE_BYTES: int
+    MOST: int
+    def __new__(
+        cls, gpu: Gpu, dtype: str, shape: Sequence[int], lse: Sequence[int]
+    ) -> Merge: ...
+    @staticmethod
+    def pairs(dtype: str, shape: Sequence[int]) -> int | None: ...
+    @staticmethod
+    def inbox_bytes(count: int, capacity: int) -> int: ...
+    def enqueue(
+        self,
+        exchange: tuple[int, Sequence[int], int, int, int],
+        tensors: Sequence[int],
+        timeout: int,
+        stream: int,
+    ) -> None: ...
 
 @final
 class Layouts:

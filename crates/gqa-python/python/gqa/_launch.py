@@ -58,7 +58,8 @@ class Planned(NamedTuple):
 
 
 @functools.cache
-def _gpu(index: int) -> _gqa.Gpu:
+def gpu(index: int) -> _gqa.Gpu:
+    """The GPU of that number."""
     return _gqa.Gpu(index)
 
 
@@ -86,7 +87,7 @@ def _of_call(make: Callable[[_gqa.Gpu, _gqa.Call], _T]) -> Callable[..., _T]:
         def of_this_kind() -> _T:
             sizes = Sizes(ELEMENTS[q.dtype], heads, kv_heads, size, scores, sinks)
             call: _gqa.Call = getattr(_gqa.Call, kind)(sizes, *numbers)
-            return make(_gpu(q.device.index), call)
+            return make(gpu(q.device.index), call)
 
         return _remembered(known, key, of_this_kind)
 

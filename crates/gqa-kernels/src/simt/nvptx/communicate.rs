@@ -82,6 +82,40 @@ atomics! {
     atomic_inc_acq_rel(last) = "atom.acq_rel.gpu.global.inc.u32";
 }
 
+/// Words that GPUs write into each other's memory.
+impl Global<u64> {
+    /// Elements `i`, which is even, and `i + 1`, each in one piece, as all GPUs see them. Relaxed.
+    #[inline(always)]
+    pub fn load_pair_system(self, i: usize) -> [u64; 2] {
+        let (first, second);
+        // SAFETY: the access stays within the memory that the launch bound.
+        unsafe {
+            asm!("ld.relaxed.sys.global.v2.b64 {{{}, {}}}, [{}];", out(reg64) first, out(reg64) second,
+                in(reg64) self.offset(i).0, options(nostack))
+        };
+        [first, second]
+    }
+
+    /// Writes elements `i`, which is even, and `i + 1`, each in one piece, for all GPUs. Relaxed.
+    #[inline(always)]
+    pub fn store_pair_system(self, i: usize, [first, second]: [u64; 2]) {
+        // SAFETY: the access stays within the memory that the launch bound.
+        unsafe {
+            asm!("st.relaxed.sys.global.v2.b64 [{}], {{{}, {}}};", in(reg64) self.offset(i).0,
+                in(reg64) first, in(reg64) second, options(nostack))
+        };
+    }
+}
+
+/// The GPU's clock, in nanoseconds; its steps are a microsecond or more.
+#[inline(always)]
+pub fn nanoseconds() -> u64 {
+    let now;
+    // SAFETY: reading a special register has no precondition.
+    unsafe { asm!("mov.u64 {}, %globaltimer;", out(reg64) now, options(nostack)) };
+    now
+}
+
 /// Fence: orders this thread's earlier accesses before its later atomic stores, and its earlier
 /// atomic loads before its later accesses.
 #[inline(always)]
