@@ -4,6 +4,7 @@
 mod decode_quantized;
 mod flash;
 mod general;
+mod merge_peers;
 mod paged;
 mod peers;
 mod prologue;
