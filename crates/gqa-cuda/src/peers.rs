@@ -197,7 +197,7 @@ impl PeerMerge {
             shared_bytes: self.entry.shared_bytes,
             cluster: 0,
             // It waits for the launch ahead itself.
-            programmatic: Capability::Clusters.is_of(self.device.info().sm),
+            programmatic: Capability::ProgrammaticLaunch.is_of(self.device.info().sm),
             urgent: false,
         };
         let _entered = self.device.enter()?;

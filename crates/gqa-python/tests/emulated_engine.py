@@ -47,7 +47,7 @@ class Gpu:
             (calls, "plan_for_graph", recorded(plan_for_graph, self.for_graphs)),
             (latent, "plan_for_graph", recorded(plan_for_graph, self.for_graphs)),
             (calls, "addresses", addresses),
-            (_launch, "_gpu", lambda _: emulated.Gpu()),
+            (_launch, "gpu", lambda _: emulated.Gpu()),
             (_launch, "_gqa", types.SimpleNamespace(Call=emulated.Call)),
             (torch.cuda, "is_current_stream_capturing", lambda: self.captures),
             (_launch, "current_stream", lambda _: self.stream),

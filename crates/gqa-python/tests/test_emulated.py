@@ -357,7 +357,7 @@ class Emulated(Cases, unittest.TestCase):
             mock.patch.object(_flash, "backend", lambda q: _cuda),
             mock.patch.object(_cuda, "run", run),
             mock.patch.object(_cuda, "plan", _launch._of_call(planned)),
-            mock.patch.object(_launch, "_gpu", lambda _: Gpu()),
+            mock.patch.object(_launch, "gpu", lambda _: Gpu()),
             mock.patch.object(_launch, "_gqa", types.SimpleNamespace(Call=Call)),
             mock.patch.object(_flash, "_earlier", earlier),
             mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: self.captures),
