@@ -164,13 +164,13 @@ impl Merge {
     fn enqueue(
         &self,
         exchange: (usize, Vec<u64>, usize, u64, u64),
-        tensors: (u64, u64, u64, u64),
+        tensors: [u64; 4],
         timeout: u32,
         stream: usize,
     ) -> PyResult<()> {
         let (rank, inboxes, capacity, state, late) = exchange;
         let exchange = Exchange { rank, inboxes, capacity, state, late };
-        let (part, part_lse, out, lse) = tensors;
+        let [part, part_lse, out, lse] = tensors;
         let tensors = PartTensors { part, part_lse, out, lse };
         // SAFETY: tensors of these shapes, and memory that distributed.py keeps; it sees to the
         // order of merges, as far as one process can

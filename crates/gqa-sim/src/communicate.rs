@@ -465,7 +465,7 @@ impl Global<u64> {
     }
 }
 
-/// The clock: a microsecond passes with each look at it.
+/// The clock: a microsecond passes with each look of a thread of the CTA.
 pub fn nanoseconds() -> u64 {
     block::with(|block| {
         block.nanoseconds += 1000;

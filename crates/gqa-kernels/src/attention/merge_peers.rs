@@ -150,8 +150,8 @@ pub fn merge_as<T: Element>(
 
     let mut has_failed = failed != 0;
     let mut row = first;
-    while row < p.rows && !has_failed {
-        send(part, peers, call, row, &p);
+    while row < p.rows {
+        send(part, peers, call, !has_failed, row, &p);
         row += step;
     }
     let mut row = first;
@@ -213,20 +213,32 @@ fn log_sum_exp_of(part_lse: Global<f32>, row: u32, p: &PeersParams) -> f32 {
     part_lse.load(p.part_lse.at(batch, head, s))
 }
 
-/// Sends a row to all other GPUs.
+/// Sends a row to all other GPUs, if it is to be sent: what it loads is under way before it is
+/// known whether, and in which call.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
-fn send<T: Element>(part: Part<T>, peers: Peers, call: u32, row: u32, p: &PeersParams) {
-    let to = p.sender(call % SLOTS, p.rank);
+fn send<T: Element>(
+    part: Part<T>,
+    peers: Peers,
+    call: u32,
+    is_sent: bool,
+    row: u32,
+    p: &PeersParams,
+) {
     let log = log_sum_exp_of(part.lse, row, p).to_bits();
     for pass in 0..p.row_units.div_ceil(32) {
-        if let Some(unit) = p.unit(pass) {
-            let words = part.out.load_vec8(element::<T>(row, unit, p));
+        let unit = p.unit(pass);
+        let words = unit.map(|unit| part.out.load_vec8(element::<T>(row, unit, p)));
+        if !is_sent {
+            continue;
+        }
+        let to = p.sender(call % SLOTS, p.rank);
+        if let (Some(unit), Some(words)) = (unit, words) {
             let at = to + (p.first_unit() + row * p.row_units + unit) as usize;
             send_pair(peers, at, words.map(|word| numbered(word, call)));
         }
-    }
-    if lane() == 0 {
-        send_pair(peers, to + row as usize, [log, 0].map(|word| numbered(word, call)));
+        if lane() + pass == 0 {
+            send_pair(peers, to + row as usize, [log, 0].map(|word| numbered(word, call)));
+        }
     }
 }
 

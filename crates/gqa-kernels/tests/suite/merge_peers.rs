@@ -148,8 +148,7 @@ fn play<T: Element>(
         for (call, shape) in shapes.iter().enumerate() {
             let p = shape.params::<T>([rank as u32, count as u32, capacity], LONG);
             let first = OF_RANK * count + OF_CALL * (call * count + rank);
-            let part =
-                Part { out: arguments.global::<T>(first), lse: arguments.global(first + 1) };
+            let part = Part { out: arguments.global::<T>(first), lse: arguments.global(first + 1) };
             let state = arguments.global(OF_RANK * rank + 1);
             let late = arguments.global(OF_RANK * rank + 2);
             let (out, lse) = (arguments.global::<T>(first + 2), arguments.global(first + 3));

@@ -311,6 +311,59 @@ fn atomics_are_checked_as_other_accesses() {
     assert!(matches!(kind, FaultKind::NullPointer { .. }), "{kind}");
 }
 
+/// Two CTAs that send each other a pair of words, and wait for it until the clock says so.
+fn pairs(shape: &Launch<'_>, memory: &mut [u128; 4], sends: [bool; 2]) -> Result<Report, Fault> {
+    let kernel = |arguments: &Arguments| {
+        let (words, me) = (arguments.global::<u64>(0), block_idx_x() as usize);
+        let (to, from) = (2 * (1 - me), 2 * me);
+        if lane() == 0 && sends[me] {
+            words.store_pair_system(to, [1, 2 + me as u64]);
+        }
+        let begun = nanoseconds();
+        while any_sync(words.load_pair_system(from) != [1, 3 - me as u64]) {
+            if any_sync(nanoseconds() - begun > 10_000_000) {
+                break;
+            }
+        }
+        if lane() == 0 {
+            let found = words.load_pair_system(from);
+            words.store_pair_system(4 + from, [found[1], 7]);
+        }
+    };
+    launch(shape, &kernel, &[Arg::write(memory)])
+}
+
+#[test]
+fn pairs_of_words_reach_other_blocks() {
+    let word = |high: u128, low: u128| high << 64 | low;
+    for seed in SEEDS {
+        let shape = Launch { grid: [2, 1, 1], threads: 32, ..shape(seed) };
+        let mut memory = [0; 4];
+        pairs(&shape, &mut memory, [true; 2]).unwrap();
+        assert_eq!(memory, [word(3, 1), word(2, 1), word(7, 3), word(7, 2)]);
+        let mut memory = [0; 4];
+        pairs(&shape, &mut memory, [true, false]).unwrap();
+        assert_eq!(memory, [0, word(2, 1), word(7, 0), word(7, 2)]);
+    }
+}
+
+#[test]
+fn pairs_of_words_are_checked_as_other_accesses() {
+    let of = |i: usize, communicates| {
+        let (mut memory, shape) = ([0u128; 2], Launch { communicates, ..Launch::default() });
+        let kernel = move |arguments: &Arguments| {
+            if lane() == 0 {
+                arguments.global::<u64>(0).store_pair_system(i, [1, 2]);
+            }
+        };
+        launch(&shape, &kernel, &[Arg::write(&mut memory)]).map_err(|fault| fault.kind)
+    };
+    assert_eq!(of(2, true).unwrap().blocks, 1);
+    assert!(matches!(of(1, true), Err(FaultKind::GlobalAlignment { bytes: 16, .. })));
+    assert!(matches!(of(4, true), Err(FaultKind::GlobalBounds { .. })));
+    assert!(matches!(of(2, false), Err(FaultKind::Communication { .. })));
+}
+
 /// A grid that may start before the previous one has ended: `wait` selects the threads that wait,
 /// and how the others are ordered.
 fn dependent(wait: fn(), early: bool) -> Result<Report, Fault> {
