@@ -33,6 +33,7 @@ const ELSEWHERE: &[(&str, &str)] = &[
     ("cargo run --release -p gqa-host", "a GPU"),
     ("compute-sanitizer", "a GPU"),
     ("python3 bench/", "a GPU, or other libraries"),
+    ("torchrun", "GPUs, one for each process"),
     ("uv pip compile", "a registry; it writes the lists that are checked in"),
 ];
 

@@ -293,7 +293,7 @@ def work(rank, count, backend, file):
 
 
 def merges_on_gpus(rank, count, device):
-    """Through mapped memory, if there is any: the same as by NCCL, in graphs, streams and groups."""
+    """Through mapped memory, if there is any: as by NCCL, in graphs, streams and groups."""
     import torch.distributed as dist
     from gqa import _peers
     from gqa.distributed import check as check_peers

@@ -9,7 +9,7 @@ use gqa_kernels::simt::{Global, block_idx_x, grid_dim_x, sync_threads};
 use gqa_sim::{Arg, Arguments, Launch, Report, launch};
 
 /// Microseconds of the simulated clock: more than an exchange takes, and few.
-const LONG: u32 = 1000;
+const LONG: u32 = 100_000;
 const SHORT: u32 = 10;
 
 /// Sizes of a call.

@@ -75,7 +75,7 @@ class Peers:
     def _exchange_for(self, out: Tensor) -> _Exchange | None:
         """One that is large enough, made now if there is none."""
         pairs = _gqa.Merge.pairs(_launch.ELEMENTS[out.dtype], tuple(out.shape))
-        if pairs is None or pairs > _MOST_PAIRS or out.data_ptr() % 8 != 0:
+        if pairs is None or pairs > _MOST_PAIRS:
             return None
         if pairs <= self._exchanges[-1].capacity:
             return self._exchanges[-1]
@@ -92,7 +92,8 @@ class Peers:
         stream = _launch.current_stream(self._device.index)
         if not torch.cuda.is_current_stream_capturing():
             if self._stream not in (None, stream):
-                before = torch.cuda.ExternalStream(self._stream, device=self._device)
+                external: Any = torch.cuda.ExternalStream
+                before = external(self._stream, device=self._device)
                 torch.cuda.current_stream(self._device).wait_stream(before)
             self._stream = stream
         return stream
