@@ -41,6 +41,22 @@ impl Exchange {
     pub const fn inbox_bytes(count: usize, capacity: usize) -> usize {
         SLOTS as usize * count * capacity * 16
     }
+
+    /// All parameters of a merge of parts with these.
+    fn params(&self, of_part: PeersParams, timeout: u32) -> Result<PeersParams> {
+        let (rank, count, pairs) = (self.rank, self.inboxes.len(), of_part.pairs() as usize);
+        if !(2..=RANKS).contains(&count) || rank >= count {
+            let got = format!("rank {rank} of {count}");
+            return Err(Error::invalid("exchange", got, format!("one of 2 to {RANKS} ranks")));
+        }
+        let most = u32::MAX as usize / (SLOTS as usize * count);
+        if !(pairs..=most).contains(&self.capacity) {
+            let allowed = format!("{pairs} to {most} pairs");
+            return Err(Error::invalid("exchange", format!("{} pairs", self.capacity), allowed));
+        }
+        let (rank, count, capacity) = (rank as u32, count as u32, self.capacity as u32);
+        Ok(PeersParams { rank, count, capacity, timeout, ..of_part })
+    }
 }
 
 /// Outputs of shape (batch, rows, heads, size), contiguous, with log-sum-exps of shape (batch,
@@ -162,24 +178,8 @@ impl PeerMerge {
         stream: &Stream,
     ) -> Result<()> {
         stream.expect_on(&self.device)?;
-        let Exchange { rank, inboxes, capacity, state, late } = exchange;
-        let (count, pairs) = (inboxes.len(), self.params.pairs() as usize);
-        if !(2..=RANKS).contains(&count) || *rank >= count {
-            let got = format!("rank {rank} of {count}");
-            return Err(Error::invalid("exchange", got, format!("one of 2 to {RANKS} ranks")));
-        }
-        let most = u32::MAX as usize / (SLOTS as usize * count);
-        if !(pairs..=most).contains(capacity) {
-            let allowed = format!("{pairs} to {most} pairs");
-            return Err(Error::invalid("exchange", format!("{capacity} pairs"), allowed));
-        }
-        let params = PeersParams {
-            rank: *rank as u32,
-            count: count as u32,
-            capacity: *capacity as u32,
-            timeout,
-            ..self.params
-        };
+        let params = exchange.params(self.params, timeout)?;
+        let Exchange { rank, inboxes, state, late, .. } = exchange;
         let peers: [u64; RANKS] = std::array::from_fn(|peer| match inboxes.get(peer) {
             Some(inbox) if peer != *rank => *inbox,
             _ => 0,
@@ -228,6 +228,25 @@ mod tests {
         assert!(shape(3, DType::F32).pairs().is_err());
         assert!(shape(0, DType::F32).pairs().is_err());
         assert!(PartShape { batch: 1 << 40, ..shape(64, DType::F32) }.pairs().is_err());
+    }
+
+    #[test]
+    fn parts_fit_the_exchange() {
+        let of_part = shape(128, DType::BF16).params().unwrap();
+        let params = |rank, count, capacity| {
+            let (inboxes, state, late) = (vec![1 << 40; count], 1 << 41, 1 << 42);
+            let exchange = Exchange { rank, inboxes, capacity, state, late };
+            exchange.params(of_part, 9).map(|p| [p.rank, p.count, p.capacity, p.timeout, p.rows])
+        };
+        let pairs = shape(128, DType::BF16).pairs().unwrap();
+        assert_eq!(params(7, 8, pairs).unwrap(), [7, 8, pairs as u32, 9, 30]);
+        for (rank, count, capacity) in
+            [(0, 1, pairs), (0, 9, pairs), (2, 2, pairs), (0, 2, pairs - 1), (0, 8, 1 << 28)]
+        {
+            let told = params(rank, count, capacity).unwrap_err().to_string();
+            assert!(told.starts_with("exchange: got "), "{told}");
+        }
+        assert_eq!(Exchange::inbox_bytes(8, 1 << 14), 4 << 20);
     }
 
     #[test]

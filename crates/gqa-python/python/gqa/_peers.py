@@ -12,8 +12,8 @@ from torch import Tensor
 
 from gqa import _gqa, _launch
 
-# 16-byte pairs of an exchange that is made: 256 rows of 128 elements of 16 bits, and 16 MB of each
-# GPU's memory for 8 GPUs, are the least; parts of more than 4 MB are gathered.
+# 16-byte pairs of an exchange that is made: room for parts of 128 KB, and 4 MB of each of 8 GPUs'
+# memory, are the least; parts of more than 4 MB are gathered.
 _LEAST_PAIRS = 1 << 14
 _MOST_PAIRS = 1 << 19
 
