@@ -170,7 +170,9 @@ def over_views(batch, t):
 def over_float8(batch, t):
     """Over values that float8 has, of which the bfloat16 cache then has a copy."""
     k, v = (cache.to(torch.float8_e4m3fn) for cache in (t.k, t.v))
-    t.k.copy_(k), t.v.copy_(v)
+    for caches in (t.k, t.v), t.views:
+        for cache, values in zip(caches, (k, v)):
+            cache.copy_(values)
     return over(t, k, v, metadata(batch, t, k.dtype))
 
 
