@@ -20,8 +20,12 @@ def ptx(folder, module, kernel):
     # Older folders have a file for each kernel and do not name it.
     packed = (folder / row.get("file", f"{module['arch']}/{kernel}.ptx.packed")).read_bytes()
     text = absolute(lzma.decompress(packed, lzma.FORMAT_ALONE).decode())
-    header, *entries = re.split(r"(?m)^(?=\.visible \.entry )", text)
     twin = row.get("twin", kernel)
+    # A file has a whole text for each of its modules.
+    own = [f"\n.target {module['arch']}\n", f"\n.visible .entry {twin}("]
+    texts = re.split(r"(?m)^(?=\.version )", text)
+    text = next(text for text in texts if all(part in text for part in own))
+    header, *entries = re.split(r"(?m)^(?=\.visible \.entry )", text)
     text = header + next(text for text in entries if text.startswith(f".visible .entry {twin}("))
     return text if twin == kernel else as_f16(text)
 

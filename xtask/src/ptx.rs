@@ -6,7 +6,7 @@ use crate::parallel::longest_first;
 use crate::place;
 use anyhow::{Context, Result, bail, ensure};
 use clap::Args as ClapArgs;
-use gqa_ptx::{Manifest, Toolchain, post, sha256, source_hash};
+use gqa_ptx::{Manifest, Toolchain, post, sha256, source_hash, write_packed};
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
@@ -85,12 +85,15 @@ fn write(compiled: Vec<Compiled>, args: &Args) -> Result<()> {
         let is_known = |name: &str| Module::all().any(|module| module.name() == name);
         manifest.modules.retain(|row| is_known(&row.name()));
     }
-    let length = |compiled: &Compiled| compiled.text.len() as u64;
-    let written = longest_first(compiled, length, |Compiled { mut row, text, .. }| {
-        row.write(&place::shipped(), &text).map(|()| row)
+    let modules = compiled.into_iter().map(|Compiled { row, text, .. }| (row, text)).collect();
+    let files = manifest.put(&place::shipped(), modules)?.into_iter().collect();
+    let length = |(_, text): &(String, String)| text.len() as u64;
+    let written = longest_first(files, length, |(file, text)| {
+        write_packed(&place::shipped(), &file, &text).map(|sha256| (file, sha256))
     });
-    for row in written {
-        manifest.put(row?);
+    for written in written {
+        let (file, sha256) = written?;
+        manifest.note(&file, &sha256);
     }
     for file in strays(&manifest)? {
         fs::remove_file(&file).with_context(|| format!("cannot remove {}", file.display()))?;
@@ -202,12 +205,10 @@ fn warn(compiled: &[Compiled]) {
 /// Files of kernels that the manifest does not list.
 fn strays(manifest: &Manifest) -> Result<Vec<PathBuf>> {
     let kernels = manifest.modules.iter().flat_map(|module| &module.kernels);
-    let named: BTreeSet<_> = kernels.map(|kernel| place::shipped().join(&kernel.file)).collect();
-    let mut strays = Vec::new();
-    for folder in entries(&place::shipped())?.into_iter().filter(|path| path.is_dir()) {
-        strays.extend(entries(&folder)?.into_iter().filter(|path| !named.contains(path)));
-    }
-    Ok(strays)
+    let mut named: BTreeSet<_> =
+        kernels.map(|kernel| place::shipped().join(&kernel.file)).collect();
+    named.insert(place::manifest());
+    Ok(entries(&place::shipped())?.into_iter().filter(|path| !named.contains(path)).collect())
 }
 
 /// What lies in a folder.

@@ -152,14 +152,16 @@ pub struct Args {
 pub fn run(args: &Args) -> Result<()> {
     let ptxas = Ptxas::find_or_install(&place::cuda_tools())?;
     let mut manifest = Manifest::read(&place::manifest())?;
+    let is_chosen =
+        |module: &Module| args.family.is_empty() || args.family.contains(&module.family);
     let mut modules = manifest.modules.clone();
-    modules.retain(|module| args.family.is_empty() || args.family.contains(&module.family));
+    modules.retain(is_chosen);
     let reports = assemble(&ptxas, &modules)?;
     table(&reports);
     judge(&reports)?;
     loops::check(&cubins_of_hopper(&modules))?;
-    for module in modules {
-        manifest.put(Module { assembled: module.sha256.clone(), ..module });
+    for module in manifest.modules.iter_mut().filter(|module| is_chosen(module)) {
+        module.assembled = module.sha256.clone();
     }
     Ok(manifest.write(&place::manifest())?)
 }

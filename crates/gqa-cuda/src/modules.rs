@@ -25,7 +25,7 @@ pub struct Shipped {
     files: &'static [File],
 }
 
-/// Kernels whose PTX is packed together.
+/// Kernels whose PTX is packed together, beside that of other modules.
 #[derive(Debug)]
 struct File {
     /// Their names; behind that of a kernel for float16 without PTX of its own, the name of its
@@ -78,7 +78,10 @@ impl Shipped {
         let Some((file, twin)) = self.files.iter().find_map(of_file) else {
             return Ok(None);
         };
-        let text = gqa_ptx::alone(&gqa_ptx::unpack(file.packed)?, twin.unwrap_or(kernel));
+        let texts = unpacked(file.packed)?;
+        let name = twin.unwrap_or(kernel);
+        let text = gqa_ptx::section(&texts, self.arch, name);
+        let text = text.and_then(|text| gqa_ptx::alone(text, name));
         Ok(if twin.is_some() { text.map(|text| gqa_ptx::as_f16(&text)) } else { text })
     }
 
@@ -113,6 +116,19 @@ impl Shipped {
             None => DriverError::MissingKernel { entry: entry.name, sm },
         })
     }
+}
+
+/// The text of a file. The last one is kept, because a layer's kernels are often of one file.
+fn unpacked(packed: &'static [u8]) -> std::io::Result<Arc<str>> {
+    static LAST: Mutex<Option<(&[u8], Arc<str>)>> = Mutex::new(None);
+    if let Some((last, text)) = &*lock(&LAST)
+        && std::ptr::eq(*last, packed)
+    {
+        return Ok(text.clone());
+    }
+    let text: Arc<str> = gqa_ptx::unpack(packed)?.into();
+    *lock(&LAST) = Some((packed, text.clone()));
+    Ok(text)
 }
 
 /// A slot for a kernel. Its lock is held while the kernel is compiled, so that threads wait only

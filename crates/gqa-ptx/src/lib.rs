@@ -39,7 +39,7 @@ mod twin;
 pub use {
     fold::{Constants, fold},
     packed::unpack,
-    text::alone,
+    text::{alone, section},
     twin::as_f16,
 };
 
@@ -70,7 +70,7 @@ mod toolchain;
 pub use self::{
     build::{Builder, Built, Target},
     error::{Error, Result},
-    manifest::{Kernel, Manifest, Module, sha256, source_hash},
+    manifest::{Kernel, Manifest, Module, sha256, source_hash, write_packed},
     nvdisasm::{Loop, Nvdisasm},
     packed::pack,
     ptxas::{Ptxas, Report, Usage},

@@ -2,11 +2,11 @@
 
 use crate::error::{Error, Result};
 use crate::packed::{pack, unpack};
-use crate::text::apart;
+use crate::text::{apart, sections};
 use crate::twin::as_f16;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -22,7 +22,7 @@ pub struct Manifest {
 pub struct Module {
     /// What its kernels have in common.
     pub family: String,
-    /// GPU it is for, e.g. `sm_80`: the folder of its files, beside the list.
+    /// GPU it is for, e.g. `sm_80`.
     pub arch: String,
     /// PTX version, e.g. `7.0`: decides which drivers load it.
     pub ptx: String,
@@ -84,12 +84,70 @@ impl Manifest {
         self.modules.iter().find(|module| module.name() == name)
     }
 
-    /// Adds a module, in place of the one with the same name.
-    pub fn put(&mut self, module: Module) {
-        self.modules.retain(|other| other.name() != module.name());
-        self.modules.push(module);
+    /// Adds modules with their texts, in place of those with the same names, and returns the texts
+    /// of all files that change, by their paths: what [`write_packed`] takes.
+    ///
+    /// Kernels that differ only in the GPU, the 16-bit type, the output type, padding, the tile, or
+    /// in whether the KV cache is paged, share a file: it has a whole PTX text for each module. A
+    /// kernel for float16 is left out where [`as_f16`] makes exactly its text of that of its twin
+    /// for bfloat16.
+    ///
+    /// # Errors
+    ///
+    /// Where another module of such a file cannot be read.
+    pub fn put(
+        &mut self,
+        folder: &Path,
+        modules: Vec<(Module, String)>,
+    ) -> Result<BTreeMap<String, String>> {
+        let mut texts = HashMap::new();
+        let mut changed = BTreeSet::new();
+        for (mut module, text) in modules {
+            module.kernels = kernels_of(&text);
+            changed.extend(module.kernels.iter().map(|kernel| kernel.file.clone()));
+            texts.insert(module.name(), text);
+            self.modules.retain(|other| other.name() != module.name());
+            self.modules.push(module);
+        }
         self.modules.sort_by_key(Module::name);
+        let mut files: BTreeMap<String, String> = BTreeMap::new();
+        for module in &self.modules {
+            let is_changed = |kernel: &Kernel| changed.contains(&kernel.file);
+            if !module.kernels.iter().any(is_changed) {
+                continue;
+            }
+            let text = match texts.remove(&module.name()) {
+                Some(text) => text,
+                None => module.read(folder)?,
+            };
+            for (file, text) in module.by_file(&text) {
+                if changed.contains(file) {
+                    files.entry(file.into()).or_default().push_str(&text);
+                }
+            }
+        }
+        Ok(files)
     }
+
+    /// Notes the checksum of a file.
+    pub fn note(&mut self, file: &str, sha256: &str) {
+        let kernels = self.modules.iter_mut().flat_map(|module| &mut module.kernels);
+        for kernel in kernels.filter(|kernel| kernel.file == file) {
+            kernel.sha256 = sha256.into();
+        }
+    }
+}
+
+/// Writes a file of kernels, [packed](pack); returns its checksum.
+///
+/// # Errors
+///
+/// Where it cannot be written.
+pub fn write_packed(folder: &Path, file: &str, text: &str) -> Result<String> {
+    let path = folder.join(file);
+    let bytes = pack(text).map_err(Error::io("pack", &path))?;
+    fs::write(&path, &bytes).map_err(Error::io("write", &path))?;
+    Ok(sha256(&bytes))
 }
 
 impl Module {
@@ -103,38 +161,16 @@ impl Module {
         self.assembled == self.sha256
     }
 
-    /// Writes all kernels of a text to files in the list's folder, each kernel a whole PTX text,
-    /// [packed](pack). Kernels that differ only in the 16-bit type, the output type, padding or the
-    /// tile share a file. A kernel for float16 is left out where [`as_f16`] makes exactly its text
-    /// of that of its twin for bfloat16.
-    ///
-    /// # Errors
-    ///
-    /// Where a file cannot be written, and where the text cannot be split.
-    pub fn write(&mut self, folder: &Path, ptx: &str) -> Result<()> {
-        let folder_of_files = folder.join(&self.arch);
-        fs::create_dir_all(&folder_of_files).map_err(Error::io("make", &folder_of_files))?;
-        let (header, kernels) = apart(ptx);
-        let file = |kernel: &str| format!("{}/{}.{EXTENSION}", self.arch, common_name(kernel));
-        let twins = twins(&kernels);
-        let mut texts: BTreeMap<String, String> = BTreeMap::new();
-        for (name, text) in kernels.iter().filter(|(name, _)| !twins.contains_key(*name)) {
-            texts.entry(file(name)).or_insert_with(|| header.into()).push_str(text);
+    /// The parts of its text, by the files that have them.
+    fn by_file<'a>(&'a self, text: &str) -> BTreeMap<&'a str, String> {
+        let (header, texts) = apart(text);
+        let mut files: BTreeMap<&str, String> = BTreeMap::new();
+        for (kernel, (_, text)) in self.kernels.iter().zip(texts) {
+            if kernel.twin.is_none() {
+                files.entry(&kernel.file).or_insert_with(|| header.into()).push_str(text);
+            }
         }
-        let mut hashes = BTreeMap::new();
-        for (file, text) in texts {
-            let path = folder.join(&file);
-            let bytes = pack(&text).map_err(Error::io("pack", &path))?;
-            fs::write(&path, &bytes).map_err(Error::io("write", &path))?;
-            hashes.insert(file, sha256(&bytes));
-        }
-        let kernel = |(name, _): (&str, &str)| {
-            let file = file(name);
-            let twin = twins.get(name).map(|&twin| twin.to_owned());
-            Kernel { name: name.into(), sha256: hashes[&file].clone(), file, twin }
-        };
-        self.kernels = kernels.into_iter().map(kernel).collect();
-        Ok(())
+        files
     }
 
     /// The text of all kernels.
@@ -145,14 +181,17 @@ impl Module {
     pub fn read(&self, folder: &Path) -> Result<String> {
         let files: BTreeMap<_, _> =
             self.kernels.iter().map(|kernel| (&kernel.file, kernel)).collect();
+        let own: HashSet<_> = self.kernels.iter().map(|kernel| kernel.name.as_str()).collect();
         let (mut ptx, mut texts) = (String::new(), HashMap::new());
         for kernel in files.into_values() {
             let path = folder.join(&kernel.file);
             let text = unpack(&kernel.read(folder)?).map_err(Error::io("unpack", &path))?;
-            let (header, kernels) = apart(&text);
-            ptx = header.to_owned();
-            texts
-                .extend(kernels.into_iter().map(|(name, text)| (name.to_owned(), text.to_owned())));
+            for (header, kernels) in sections(&text, &self.arch).map(apart) {
+                for (name, text) in kernels.into_iter().filter(|(name, _)| own.contains(name)) {
+                    ptx = header.to_owned();
+                    texts.insert(name.to_owned(), text.to_owned());
+                }
+            }
         }
         for Kernel { name, file, twin, .. } in &self.kernels {
             let missing = || Error::Damaged { path: folder.join(file) };
@@ -182,6 +221,19 @@ impl Kernel {
     }
 }
 
+/// The rows of a text's kernels, without the checksums of their files.
+fn kernels_of(ptx: &str) -> Vec<Kernel> {
+    let (_, texts) = apart(ptx);
+    let twins = twins(&texts);
+    let kernel = |&(name, _): &(&str, &str)| Kernel {
+        name: name.into(),
+        file: format!("{}.{EXTENSION}", common_name(name)),
+        sha256: String::new(),
+        twin: twins.get(name).map(|&twin| twin.to_owned()),
+    };
+    texts.iter().map(kernel).collect()
+}
+
 /// The kernels for float16 whose texts are made of those for bfloat16, with the names of these.
 fn twins<'a>(kernels: &[(&'a str, &'a str)]) -> HashMap<&'a str, &'a str> {
     let texts: HashMap<&'a str, &'a str> = kernels.iter().copied().collect();
@@ -195,12 +247,13 @@ fn twins<'a>(kernels: &[(&'a str, &'a str)]) -> HashMap<&'a str, &'a str> {
 /// Of files of kernels.
 pub const EXTENSION: &str = "ptx.packed";
 
-/// A kernel's name without the 16-bit element type, the output type, the mark for padded heads, and
-/// the suffix behind the head size.
+/// A kernel's name without the 16-bit element type, the output type, the marks for padded heads and
+/// paged KV caches, and the suffix behind the head size.
 fn common_name(kernel: &str) -> String {
+    const SHARED: [&str; 6] = ["f16", "bf16", "out32", "out8", "padded", "paged"];
     let is_head_size =
         |word: &str| word.strip_prefix('d').is_some_and(|size| size.parse::<u32>().is_ok());
-    let is_shared = |word: &&str| !["f16", "bf16", "out32", "out8", "padded"].contains(word);
+    let is_shared = |word: &&str| !SHARED.contains(word);
     let words: Vec<_> = kernel.split('_').filter(is_shared).collect();
     let end = words.iter().position(|word| is_head_size(word)).map_or(words.len(), |at| at + 1);
     words[..end].join("_")
@@ -273,12 +326,7 @@ mod tests {
             source: text("s"),
             sha256: text("h"),
             assembled: text(""),
-            kernels: vec![Kernel {
-                name: text("e"),
-                file: text("sm/e"),
-                sha256: text("h"),
-                twin: None,
-            }],
+            kernels: vec![],
         }
     }
 
@@ -312,12 +360,13 @@ mod tests {
         let third =
             SAMPLE[SAMPLE.find(".visible").unwrap()..].replace("scale_more", "add_f16_d64_r16_w4");
         let ptx = ptx + &third.replace("scale", "last");
-        let mut module = module("f", "sm_80");
-        module.write(folder, &ptx).unwrap();
+        let mut manifest = Manifest::default();
+        written(&mut manifest, folder, module("f", "sm_80"), &ptx);
+        let module = &manifest.modules[0];
         let names: Vec<_> = module.kernels.iter().map(|kernel| kernel.name.as_str()).collect();
         assert_eq!(names, ["scale", "add_bf16_d64_r8", "last", "add_f16_d64_r16_w4"]);
         assert_eq!(module.read(folder).unwrap(), ptx);
-        let path = folder.join("sm_80/add_d64.ptx.packed");
+        let path = folder.join("add_d64.ptx.packed");
         let shared = unpack(&fs::read(&path).unwrap()).unwrap();
         assert!(shared.starts_with(".version ") && shared.ends_with("}\n"), "{shared}");
         assert_eq!(shared.matches(".entry add_").count(), 2);
@@ -347,13 +396,42 @@ mod tests {
             kernel("lone_f16", one),
         ]
         .concat();
-        let mut module = module("f", "sm_80");
-        module.write(folder, &ptx).unwrap();
+        let mut manifest = Manifest::default();
+        written(&mut manifest, folder, module("f", "sm_80"), &ptx);
+        let module = &manifest.modules[0];
         let twins: Vec<_> = module.kernels.iter().map(|kernel| kernel.twin.as_deref()).collect();
         assert_eq!(twins, [None, Some("same_bf16"), None, None, None]);
-        let file = fs::read(folder.join("sm_80/same.ptx.packed")).unwrap();
+        let file = fs::read(folder.join("same.ptx.packed")).unwrap();
         assert!(!unpack(&file).unwrap().contains("same_f16"));
         assert_eq!(module.read(folder).unwrap(), ptx);
+    }
+
+    /// Puts a module into the list, and its kernels into files.
+    fn written(manifest: &mut Manifest, folder: &Path, module: Module, ptx: &str) {
+        for (file, text) in manifest.put(folder, vec![(module, ptx.into())]).unwrap() {
+            let sha256 = write_packed(folder, &file, &text).unwrap();
+            manifest.note(&file, &sha256);
+        }
+    }
+
+    #[test]
+    fn modules_share_files() {
+        let Folder(folder) = &Folder::new("shared");
+        let mut manifest = Manifest::default();
+        let newer = SAMPLE.replace("sm_80", "sm_90").replace("7.0", "8.1");
+        let paged = SAMPLE.replace("scale", "scale_paged");
+        written(&mut manifest, folder, module("a", "sm_80"), SAMPLE);
+        written(&mut manifest, folder, module("a", "sm_90"), &newer);
+        written(&mut manifest, folder, module("b", "sm_80"), &paged);
+        let changed = newer.replace("64;", "96;");
+        written(&mut manifest, folder, module("a", "sm_90"), &changed);
+        let files = fs::read_dir(folder)
+            .unwrap()
+            .filter(|entry| entry.as_ref().unwrap().path().to_string_lossy().ends_with(EXTENSION));
+        assert_eq!(files.count(), 2);
+        for (name, text) in [("a.sm_80", SAMPLE), ("a.sm_90", &changed), ("b.sm_80", &paged)] {
+            assert_eq!(manifest.module(name).unwrap().read(folder).unwrap(), text);
+        }
     }
 
     #[test]
@@ -363,7 +441,7 @@ mod tests {
         let mut manifest = Manifest::read(&path).unwrap();
         let newer = Module { assembled: "h".into(), ..module("b", "sm_80") };
         for module in [module("b", "sm_80"), module("a", "sm_70"), newer.clone()] {
-            manifest.put(module);
+            manifest.put(folder, vec![(module, String::new())]).unwrap();
         }
         manifest.write(&path).unwrap();
         let read = Manifest::read(&path).unwrap();

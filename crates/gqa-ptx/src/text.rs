@@ -47,6 +47,28 @@ pub(crate) fn apart(ptx: &str) -> (&str, Vec<(&str, &str)>) {
     (header, texts.collect())
 }
 
+/// Whole PTX texts for that GPU, such as `sm_80`, among those that stand one behind the other.
+pub(crate) fn sections<'a>(texts: &'a str, arch: &str) -> impl Iterator<Item = &'a str> {
+    const BEGIN: &str = ".version ";
+    let starts: Vec<_> = texts
+        .match_indices(BEGIN)
+        .map(|(at, _)| at)
+        .filter(|&at| at == 0 || texts[..at].ends_with('\n'))
+        .collect();
+    let ends: Vec<_> = starts.iter().skip(1).copied().chain([texts.len()]).collect();
+    let target = format!("\n.target {arch}\n");
+    let is_for = move |text: &&str| {
+        text.find("\n.target ").is_some_and(|at| text[at..].starts_with(&target))
+    };
+    starts.into_iter().zip(ends).map(|(start, end)| &texts[start..end]).filter(is_for)
+}
+
+/// Of whole PTX texts, one behind the other, the one for that GPU that has the kernel.
+pub fn section<'a>(texts: &'a str, arch: &str, kernel: &str) -> Option<&'a str> {
+    let entry = format!(".entry {kernel}(");
+    sections(texts, arch).find(|text| text.contains(&entry))
+}
+
 /// A whole PTX text that keeps one kernel; `None` where the text lacks it.
 pub fn alone(ptx: &str, kernel: &str) -> Option<String> {
     let (header, kernels) = apart(ptx);
