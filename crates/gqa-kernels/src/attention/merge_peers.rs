@@ -7,8 +7,8 @@
 //! GPUs get the same bits.
 //!
 //! **Grid**: the same number of CTAs in x in every call of an exchange, [`BLOCKS`], which stride
-//! over the rows; so few that all are resident on a GPU of 32 SMs. Those of one number wait for each
-//! other on different GPUs, and for no other CTA. **CTA**: 256 threads.
+//! over the rows; so few that all are resident on a GPU of 16 SMs. Those of one number wait for each
+//! other on different GPUs, and for no other CTA. **CTA**: 128 threads.
 //!
 //! **Tensors**: part (batch, S, head, head size); part_lse (batch, head, S) with its strides;
 //! inbox, what other GPUs write, and peer_0 to peer_7, the inboxes of all ranks as this GPU maps
@@ -37,8 +37,8 @@ use crate::concept::softmax::{LOG2_E, SoftmaxState};
 use crate::num::{Element, pack_pairs, unpack};
 use crate::params::PeersParams;
 use crate::simt::{
-    Global, any_sync, block_idx_x, fma, grid_dependency_wait, grid_dim_x, lane, launch_dependents,
-    max, nanoseconds, shfl_idx_f32, shfl_xor_f32, shfl_xor_u32, sync_threads, thread_idx, warp,
+    Global, any_sync, block_idx_x, fma, grid_dependency_wait, grid_dim_x, lane, max, nanoseconds,
+    shfl_idx_f32, shfl_xor_f32, shfl_xor_u32, sync_threads, thread_idx, warp,
 };
 
 /// Most GPUs that merge.
@@ -52,7 +52,7 @@ pub const STATE_WORDS: u32 = 2 * BLOCKS;
 /// Slots of an inbox.
 pub const SLOTS: u32 = 2;
 
-const WARPS: u32 = 8;
+const WARPS: u32 = 4;
 /// Pairs of a line of memory.
 const LINE: u32 = 8;
 /// Looks at an inbox between two looks at the clock.
@@ -154,8 +154,6 @@ pub fn merge_as<T: Element>(
         send(part, peers, call, !has_failed, row, &p);
         row += step;
     }
-    // The next launch takes what room there is only once all CTAs of this one are there.
-    launch_dependents();
     let mut row = first;
     while row < p.rows {
         for pass in 0..p.row_units.div_ceil(32) {
