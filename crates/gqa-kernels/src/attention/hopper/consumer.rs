@@ -180,8 +180,7 @@ impl<
         let weights = P::pack_weights::<C, W>(&s);
         let mut state = State { o, weights, rows, begun: false };
         loop {
-            let bottom = at.bottom.saturating_add(S::LEAST_STEPS - 1);
-            if S::MASK_STAGES == 0 && at.tile < at.keys.cached_end && at.tile > bottom {
+            if S::MASK_STAGES == 0 && at.tile < at.keys.cached_end && at.tile > at.bottom {
                 P::step_to_bottom(self, &mut state, at);
                 self.release_queries(at);
             }

@@ -84,8 +84,6 @@ pub(super) trait Tile {
     /// Whether a consumer waits for P·V after the exponentials of its first row rather than before.
     /// With three warpgroups the others run meanwhile, and a late wait is slower.
     const WAITS_LATE: bool = Self::WARPGROUPS == 2 && !Self::SUM_COLUMNS;
-    /// Fewest key tiles for which a consumer enters the unmasked loop.
-    const LEAST_STEPS: u32 = if Self::ALTERNATES { 4 } else { 1 };
     /// Whether a consumer tests in the middle of a step if the next tiles have arrived, so that the
     /// next step need not wait for the answer. It is not faster for 16-bit products.
     const ASKS_AHEAD: bool = Self::IS_TRANSPOSED;

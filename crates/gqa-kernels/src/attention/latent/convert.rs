@@ -109,7 +109,8 @@ fn store(to: u32, codes: [u32; 4]) {
     }
 }
 
-/// Where unit `unit` of the lane's row is in a chunk; `first`, a multiple of 8, is the first lane's.
+/// Where unit `unit` of the lane's row is in a chunk. Row `first`, a multiple of 8, is the first
+/// lane's.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn place(first: u32, lane: u32, unit: u32) -> u32 {
     let row = lane / 4;

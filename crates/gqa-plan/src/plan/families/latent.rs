@@ -20,7 +20,7 @@ use gqa_kernels::registry::{self, Entry, Role, entries};
 pub(in crate::plan) struct Latent;
 
 /// Elements of a 16-bit row that are read in the time in which a float8 row is made operands of.
-const CONVERTED_ELEMENTS: usize = 400;
+const CONVERTED_ELEMENTS: usize = 670;
 
 /// Most CTAs in z of a grid.
 pub(super) const MOST_SEQUENCES: usize = 65_535;
