@@ -1,8 +1,8 @@
 //! Attention whose output is too wide for the registers of a warpgroup, on SM 90a, in two shapes
 //! (`shape.rs`):
-//! - [`latent()`], and [`latent_float8()`], decode over a latent KV cache (multi-head latent attention, DeepSeek-V2, 2024):
-//!   all query heads share one row per token, whose 576 channels are the key and whose first 512
-//!   are the value.
+//! - [`latent()`] and [`latent_float8()`], decode over a latent KV cache (multi-head latent
+//!   attention, DeepSeek-V2, 2024): all query heads share one row per token, whose 576 channels are
+//!   the key and whose first 512 are the value.
 //! - [`wide()`], heads of 512 over contiguous and paged KV caches, for any number of query rows.
 //!   Keys and values are apart.
 //!
@@ -81,8 +81,8 @@
 //! - `EMPTY`, one for each group of two chunks of each buffer; one arrival of each warp of the half
 //!   that read it last, in each CTA of the cluster.
 //! - `PASSED`, one for each half: P and maxima have been written; one arrival of each thread.
-//! - `CODES` over float8, one for each group of each buffer: its bytes have arrived. `FULL` then has
-//!   one arrival of each warp that converts.
+//! - `CODES` over float8, one for each group of each buffer: its bytes have arrived. `FULL` then
+//!   has one arrival of each warp that converts.
 //!
 //! Groups are emptied and filled in the order in which they are multiplied. Of a latent cache: the
 //! rotated channels after the scores, the owner's columns after its product with the values, the
@@ -90,8 +90,8 @@
 //! `SUMS` are.
 //!
 //! **Over float8** ([`latent_float8()`]) three more warps make halves of each group's float8 values
-//! before it is multiplied (`convert.rs`), and queries become halves, each row divided by a power of
-//! two (`queries.rs`). That, and the cache's scale, multiply the scores; the scale, the output.
+//! before it is multiplied (`convert.rs`), and queries become halves, each row divided by a power
+//! of two (`queries.rs`). That, and the cache's scale, multiply the scores; the scale, the output.
 //!
 //! **Gaps**: the block table may hold indices outside of the cache. TMA fills such rows with zeros,
 //! and their keys are masked.
