@@ -201,6 +201,12 @@ pub fn prmt(a: u32, b: u32, selector: u32) -> u32 {
     }))
 }
 
+/// The lower bits of `a·b + c` (`mad.lo`).
+#[inline]
+pub fn multiply_add(a: u32, b: u32, c: u32) -> u32 {
+    a.wrapping_mul(b).wrapping_add(c)
+}
+
 /// Widens two e4m3 values to f16, the first in the low half. Exact. SM 90.
 pub fn e4m3x2_to_f16x2(x: u16) -> u32 {
     let [low, high] = x.to_le_bytes();

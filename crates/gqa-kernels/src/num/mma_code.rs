@@ -8,7 +8,9 @@
 //! ones multiplies.
 
 use super::code::{Bits4, Bits8, Code, Float4, Float8, Int4, Int8};
-use crate::simt::{e4m3x2_to_f16x2, fma_f16x2, mul_f16x2, prmt, sub_f16x2};
+use crate::simt::{
+    e4m3x2_to_f16x2, fma_f16x2, hidden_one, mul_f16x2, multiply_add, prmt, sub_f16x2,
+};
 
 /// A format whose quantized values become halves.
 pub trait MmaCode: Code {
@@ -30,8 +32,9 @@ pub trait MmaCode: Code {
     fn zeros(self) -> u32;
     /// Word `i < PER_HALF_WORD` holds code `i` of the lower half of `codes` and code `i` of its
     /// upper half, exactly, as f16: in units of `units()[i]` it is the code more than the half of a
-    /// code of 0 is. What follows is 0.
-    fn halves(self, codes: u32) -> [u32; 4];
+    /// code of 0 is. What follows is 0. `multiplies` if there are registers for factors, by which
+    /// bits may be moved: the pipe of shifts and logic has most of the work.
+    fn halves(self, codes: u32, multiplies: bool) -> [u32; 4];
     /// Word `i < PER_WORD / 2` holds the codes `2 i` and `2 i + 1` of `codes`, exactly, as f16;
     /// what follows is 0.
     fn in_order(self, codes: u32) -> [u32; 4];
@@ -65,7 +68,7 @@ impl MmaCode for Int8 {
         0
     }
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn halves(self, codes: u32) -> [u32; 4] {
+    fn halves(self, codes: u32, _: bool) -> [u32; 4] {
         /// Bytes 0 and 2, and bytes 1 and 3, each below one of the second operand.
         const EVEN_AND_ODD: [u32; 2] = [0x4240, 0x4341];
         Self::selected(codes, EVEN_AND_ODD)
@@ -93,7 +96,7 @@ impl MmaCode for Int4 {
         0x8888_8888
     }
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn halves(self, codes: u32) -> [u32; 4] {
+    fn halves(self, codes: u32, _: bool) -> [u32; 4] {
         const LOWER: u32 = 0x000f_000f;
         const UPPER: u32 = 0x00f0_00f0;
         [codes & LOWER, codes & UPPER, codes >> 8 & LOWER, codes >> 8 & UPPER]
@@ -126,7 +129,7 @@ impl MmaCode for Float8 {
         0
     }
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn halves(self, codes: u32) -> [u32; 4] {
+    fn halves(self, codes: u32, _: bool) -> [u32; 4] {
         /// Bytes 0 and 2, then 1 and 3.
         const SORTED: u32 = 0x3120;
         if !CONVERTS_FLOAT8 {
@@ -162,6 +165,16 @@ impl Float4 {
         const SIZES: u32 = 0x0e0e_0e0e;
         codes & SIGNS | codes >> 3 & SIZES
     }
+
+    /// The same of the code in the lower half of each byte, moved by multiplications.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn upper_bytes_of_lower(codes: u32) -> u32 {
+        const SIGNS: u32 = 0x0808_0808;
+        const SIZES: u32 = 0x0707_0707;
+        let one = hidden_one();
+        let sizes = multiply_add(codes & SIZES, one << 1, 0);
+        multiply_add(codes & SIGNS, one << 4, sizes)
+    }
 }
 
 impl MmaCode for Float4 {
@@ -177,8 +190,13 @@ impl MmaCode for Float4 {
         0
     }
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn halves(self, codes: u32) -> [u32; 4] {
-        let (even, odd) = (Self::upper_bytes(codes << 4), Self::upper_bytes(codes));
+    fn halves(self, codes: u32, multiplies: bool) -> [u32; 4] {
+        let even = if multiplies {
+            Self::upper_bytes_of_lower(codes)
+        } else {
+            Self::upper_bytes(codes << 4)
+        };
+        let odd = Self::upper_bytes(codes);
         [
             prmt(even, 0, Self::EVEN_BYTES),
             prmt(odd, 0, Self::EVEN_BYTES),
@@ -219,8 +237,8 @@ impl MmaCode for Bits4 {
         if self.is_float { Float4.zeros() } else { Int4.zeros() }
     }
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn halves(self, codes: u32) -> [u32; 4] {
-        one_of(self.is_float, Int4.halves(codes), Float4.halves(codes))
+    fn halves(self, codes: u32, multiplies: bool) -> [u32; 4] {
+        one_of(self.is_float, Int4.halves(codes, multiplies), Float4.halves(codes, multiplies))
     }
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn in_order(self, codes: u32) -> [u32; 4] {
@@ -242,8 +260,8 @@ impl MmaCode for Bits8 {
         0
     }
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn halves(self, codes: u32) -> [u32; 4] {
-        one_of(self.is_float, Int8.halves(codes), Float8.halves(codes))
+    fn halves(self, codes: u32, multiplies: bool) -> [u32; 4] {
+        one_of(self.is_float, Int8.halves(codes, multiplies), Float8.halves(codes, multiplies))
     }
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn in_order(self, codes: u32) -> [u32; 4] {
@@ -277,10 +295,11 @@ mod tests {
     use crate::simt::f16_to_f32;
 
     fn check<C: MmaCode>(code: C) {
-        let zeros = code.halves(code.zeros());
+        let zeros = code.halves(code.zeros(), false);
         assert!(C::HAS_OFFSET || zeros == [0; 4]);
         for codes in (0..1 << 16).map(|i: u32| i | i.wrapping_mul(0x9e37) << 16) {
-            let words = code.halves(codes);
+            let words = code.halves(codes, false);
+            assert_eq!(words, code.halves(codes, true));
             for (i, word) in (0..).zip(words).take(C::PER_HALF_WORD) {
                 for half in 0..2 {
                     let unit = code.units()[i as usize];

@@ -14,7 +14,7 @@
 //! | shared memory | `ld_shared::<T>(address)`, `st_shared::<T>(address, v)`, `ld_shared_vec(address)`, `st_shared_vec(address, [u32; 4])` on byte addresses that start at `shared_base()` |
 //! | async copy | `cp_async_16(shared address, Global<T>, element index, valid)`, `cp_async_commit()`, `cp_async_wait::<N>()` |
 //! | matrix | `ldmatrix_x4(address)`, `ldmatrix_x4_trans(address)`, `ldmatrix_x2(address)`, `ldmatrix_x2_trans(address)`, `movmatrix_trans(u32)`, `mma_m16n8k16_f16(&mut [f32; 4], [u32; 4], [u32; 2])`, `mma_m16n8k16_bf16(..)`, `mma_m16n8k8_tf32(..)` |
-//! | arithmetic | `exp2(x)`, `log2(x)`, `rcp(x)`, `rsqrt(x)`, `fma(a, b, c)`, `max(a, b)`, `max_u16x2(a, b)` (SM 90), `sub_f16x2(a, b)`, `mul_f16x2(a, b)`, `fma_f16x2(a, b, c)` (SM 80), `prmt(a, b, selector)` |
+//! | arithmetic | `exp2(x)`, `log2(x)`, `rcp(x)`, `rsqrt(x)`, `fma(a, b, c)`, `max(a, b)`, `max_u16x2(a, b)` (SM 90), `sub_f16x2(a, b)`, `mul_f16x2(a, b)`, `fma_f16x2(a, b, c)` (SM 80), `prmt(a, b, selector)`, `multiply_add(a, b, c)` |
 //! | conversion | `f16_to_f32(u16)`, `f16_{low,high}_to_f32(u32)`, `f32_to_f16(f32)`, the same of `bf16`, `f32x2_to_f16x2(lo, hi) -> u32`, `f32x2_to_bf16x2(lo, hi) -> u32` (pairs: SM 80), `e4m3x2_to_f16x2(u16) -> u32`, `f32x2_to_e4m3x2(lo, hi) -> u16`, `f32x4_to_e4m3x4([f32; 4]) -> u32` (SM 89) |
 //! | barriers in memory | `mbarrier_init(address, arrivals)`, `fence_mbarrier_init()`, `mbarrier_arrive(address)`, `mbarrier_arrive_expect(address, bytes)`, `mbarrier_wait(address, parity)` (SM 90) |
 //! | TMA | [`TensorMap`], `tma_load(shared address, map, [u32; 4], mbarrier)`, `tma_load_multicast(.., mask)`, `tma_store(map, [u32; 4], shared address)`, `bulk_commit()`, `bulk_wait_read()`, `prefetch_tensor_map(map)`, `fence_proxy_async()` (SM 90) |
@@ -24,7 +24,7 @@
 //! | between GPUs | [`Global`]`<u64>`: `load_pair_system(i)`, `store_pair_system(i, [u64; 2])`, two words, each in one piece; `nanoseconds()` |
 //! | between grids | `grid_dependency_wait()`, `launch_dependents()` |
 //! | warpgroup | `wgmma_{f16,bf16,e4m3}`, `wgmma_add_*`, `wgmma_registers_*`, `wgmma_k_major_{f16,bf16}`, `wgmma_fence()`, `wgmma_commit()`, `wgmma_wait::<N>()`, `registers_raise::<N>()`, `registers_lower::<N>()`, `named_barrier_sync(id, threads)`, `named_barrier_arrive(id, threads)` (SM 90a) |
-//! | optimiser | `opaque(u32)`: the same value, hidden from the optimiser; `constant_of_{bf16,f16}::<BF16, F16>()`: a constant of that type, hidden likewise; [`Rolled`] |
+//! | optimiser | `opaque(u32)`: the same value, hidden from the optimiser; `hidden_one()`: 1, with which products stay multiplications; `constant_of_{bf16,f16}::<BF16, F16>()`: a constant of that type, hidden likewise; [`Rolled`] |
 //! | abort | `trap()` |
 //!
 //! Memory functions are safe to call inside a kernel: a [`Global`] exists only because a launch

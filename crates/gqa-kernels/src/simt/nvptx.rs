@@ -538,6 +538,9 @@ arithmetic! {
     /// Selects four of the eight bytes of `a` (the lower four) and `b`: each of the selector's four
     /// lower nibbles names a byte; a nibble with its upper bit set replicates that byte's sign.
     prmt(a: reg32 u32, b: reg32 u32, selector: reg32 u32) -> reg32 u32 = "prmt.b32 {}, {}, {}, {};";
+    /// The lower bits of `a·b + c`, in the pipe of multiplications if `b` is a multiple of
+    /// [`hidden_one`].
+    multiply_add(a: reg32 u32, b: reg32 u32, c: reg32 u32) -> reg32 u32 = "mad.lo.u32 {}, {}, {}, {};";
     /// Converts two e4m3 values to f16, the first in the low half. Exact. SM 89.
     e4m3x2_to_f16x2(x: reg16 u16) -> reg32 u32 = "cvt.rn.f16x2.e4m3x2 {}, {};";
 }
@@ -616,6 +619,15 @@ pub fn opaque(value: u32) -> u32 {
     // SAFETY: registers only.
     unsafe { asm!("mov.b32 {}, {};", out(reg32) same, in(reg32) value, options(nomem, nostack)) };
     same
+}
+
+/// 1, which neither the optimiser nor the assembler knows: a product with it stays one.
+#[inline(always)]
+pub fn hidden_one() -> u32 {
+    let mask: u32;
+    // SAFETY: registers only.
+    unsafe { asm!("mov.u32 {}, %lanemask_eq;", out(reg32) mask, options(pure, nomem, nostack)) };
+    mask.count_ones()
 }
 
 /// Ends the kernel with an error.

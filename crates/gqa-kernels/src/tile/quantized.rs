@@ -29,7 +29,7 @@ pub fn zero_scores<C: MmaCode, const M: usize, const HALVES: usize, const D8: us
 ) -> [[f32; 2]; M] {
     let mut scores = [[0.0; 4]; M];
     if C::HAS_OFFSET {
-        let zeros = code.halves(code.zeros());
+        let zeros = code.halves(code.zeros(), flipped::fits(M, HALVES));
         for depth in 0..D8 / 2 {
             let [low, high] = queries(depth);
             let step = 2 * depth % C::PER_HALF_WORD;
@@ -70,7 +70,7 @@ pub fn scores<C: MmaCode, const M: usize, const U: usize, const N8: usize>(
         for block in 0..N8 / 2 {
             let words = ldmatrix_x4(read.address(keys, block, pair));
             for i in 0..4 {
-                let b = code.halves(words[i]);
+                let b = code.halves(words[i], false);
                 for step in 0..C::PER_HALF_WORD / 2 {
                     let [low, high] = of_pair[i % 2 * (C::PER_HALF_WORD / 2) + step];
                     for m in 0..M {
@@ -100,7 +100,8 @@ pub fn flipped_scores<C: MmaCode, const M: usize, const U: usize, const N8: usiz
         for tile in 0..N8 / 2 {
             let words = ldmatrix_x4(read.address(keys, tile, pair));
             for unit in 0..2 {
-                let [upper, lower] = [words[unit], words[unit + 2]].map(|word| code.halves(word));
+                let [upper, lower] =
+                    [words[unit], words[unit + 2]].map(|word| code.halves(word, true));
                 for step in 0..C::PER_HALF_WORD / 2 {
                     let depth = (2 * pair + unit) * (C::PER_HALF_WORD / 2) + step;
                     let [low, high] = queries(depth);
@@ -137,6 +138,7 @@ pub fn accumulate<
     values: Swizzled<u8, U>,
     read: &WarpRead<U>,
 ) {
+    let multiplies = flipped::fits(M, HALVES);
     let mut zeros = [[[0.0; 4]; HALVES]; M];
     for depth in 0..N8 / 2 {
         let b: [[[u32; 2]; HALVES]; M] = core::array::from_fn(|m| {
@@ -149,7 +151,7 @@ pub fn accumulate<
             })
         });
         if C::HAS_OFFSET {
-            let [low, high, ..] = code.halves(code.zeros());
+            let [low, high, ..] = code.halves(code.zeros(), multiplies);
             for m in 0..M {
                 for half in 0..HALVES {
                     f16::mma(&mut zeros[m][half], [low, high, low, high], b[m][half]);
@@ -159,7 +161,8 @@ pub fn accumulate<
         for pair in 0..U / 2 {
             let words = ldmatrix_x4_trans(read.address(values, depth, pair));
             for unit in 0..2 {
-                let [low, high] = [words[unit], words[unit + 2]].map(|word| code.halves(word));
+                let [low, high] =
+                    [words[unit], words[unit + 2]].map(|word| code.halves(word, multiplies));
                 for step in 0..C::PER_HALF_WORD / 2 {
                     let a = [low[2 * step], low[2 * step + 1], high[2 * step], high[2 * step + 1]];
                     let block = (2 * pair + unit) * C::PER_HALF_WORD + 2 * step;
