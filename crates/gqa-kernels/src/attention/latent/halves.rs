@@ -45,16 +45,10 @@ impl Half {
     /// Loads the queries, too.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn new<S: Shape, T: MmaElement>(work: &Work<'_, S, T>, half: u32) -> Self {
-        let held = if S::CONVERTS {
-            work.convert_queries();
-            named_barrier_sync(QUERIES, MULTIPLYING);
-            work.convert_held()
-        } else {
-            let held = work.load_held();
-            work.load_queries();
-            named_barrier_sync(QUERIES, MULTIPLYING);
-            held
-        };
+        let held = work.load_held();
+        work.load_queries();
+        named_barrier_sync(QUERIES, MULTIPLYING);
+        let held = S::prepare(work, held);
         let p = &work.p.attention;
         Self {
             half,

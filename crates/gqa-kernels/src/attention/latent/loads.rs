@@ -124,16 +124,12 @@ impl Boxes {
     /// Copies a group's chunks, once it is empty; in a cluster one of them, to both CTAs.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn copy<S: Shape, T: MmaElement>(&self, work: &Work<'_, S, T>, group: u32, empty: u32) {
-        // Float8 values of a group are one chunk, and come to the place of its last one.
-        let [chunk, lanes] = match S::CONVERTS {
-            true => [convert::last_chunk::<S>(group), self.units],
-            false => [2 * group + lane() / self.units, 2 * self.units],
-        };
-        let is_used = lane() < lanes && chunk < S::CHUNKS;
-        let full = match S::CONVERTS {
-            true => work.codes(self.buffer, group),
-            false => work.full(self.set, chunk),
-        };
+        if S::CONVERTS {
+            return self.copy_codes(work, group, empty);
+        }
+        let chunk = 2 * group + lane() / self.units;
+        let is_used = lane() < 2 * self.units && chunk < S::CHUNKS;
+        let full = work.full(self.set, chunk);
         if S::APART {
             mbarrier_wait_cluster(work.empty(self.buffer, group), empty);
         } else {
@@ -147,14 +143,32 @@ impl Boxes {
         }
         sync_warp();
         if is_used {
-            let to = work.chunk(self.buffer, chunk) + self.place * 128;
-            let column = if S::CONVERTS { group } else { chunk } * CHUNK;
-            let from = [column, self.row, work.rows.kv_head, self.block];
+            let to = work.buffer(self.buffer) + chunk * CHUNK_BYTES + self.place * 128;
+            let from = [chunk * CHUNK, self.row, work.rows.kv_head, self.block];
             if !S::APART || work.cluster == 1 {
                 tma_load(to, self.map, from, full);
             } else if chunk % MAX_CLUSTER == work.rank {
                 tma_load_multicast(to, self.map, from, full, (1 << MAX_CLUSTER) - 1);
             }
+        }
+    }
+
+    /// The same of float8 values: those of a group are one chunk, and come to the place of its last
+    /// one.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn copy_codes<S: Shape, T: MmaElement>(&self, work: &Work<'_, S, T>, group: u32, empty: u32) {
+        let codes = work.codes(self.buffer, group);
+        mbarrier_wait(work.empty(self.buffer, group), empty);
+        if group == S::LAST_GROUP && lane() == 0 {
+            Shared::<u32>::at(S::GAPS).store(self.buffer, self.gaps);
+        }
+        if lane() == 0 {
+            mbarrier_arrive_expect(codes, CHUNK_BYTES);
+        }
+        sync_warp();
+        if lane() < self.units {
+            let to = work.chunk(self.buffer, convert::last_chunk::<S>(group)) + self.place * 128;
+            tma_load(to, self.map, [group * CHUNK, self.row, work.rows.kv_head, self.block], codes);
         }
     }
 }

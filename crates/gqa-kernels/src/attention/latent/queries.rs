@@ -1,7 +1,7 @@
 //! The queries: 512 channels in shared memory, and a chunk in registers, which of a latent cache is
 //! the rotated channels.
 
-use super::{CHUNK, MULTIPLYING, QUERY_CHUNK, ROWS, Shape, VALUE_SIZE, Work, row_of};
+use super::{CHUNK, MULTIPLYING, QUERIES, QUERY_CHUNK, ROWS, Shape, VALUE_SIZE, Work, row_of};
 use crate::attention::hopper::{exponent, greatest_of_vector, power_of_two};
 use crate::num::{MmaElement, f16, unpack};
 use crate::simt::*;
@@ -63,11 +63,12 @@ impl<S: Shape, T: MmaElement> Work<'_, S, T> {
         operands
     }
 
-    /// [`load_queries`](Self::load_queries) as halves. A row is divided by a power of two that no
+    /// Halves of the queries in place of what [`load_queries`](Self::load_queries) stored, and of
+    /// those that the thread holds. A row is divided by a power of two that no
     /// element exceeds as a half, and times the cache's scale that is what its scores are
     /// multiplied by.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub(super) fn convert_queries(&self) {
+    pub(super) fn convert_queries(&self, held: Held) -> Held {
         for first in Rolled(warp() * TOGETHER..ROWS, MULTIPLYING / 32 * TOGETHER) {
             let vectors: [_; TOGETHER as usize] = core::array::from_fn(|i| {
                 let from = self.query(first + i as u32);
@@ -78,6 +79,8 @@ impl<S: Shape, T: MmaElement> Work<'_, S, T> {
             }
         }
         fence_proxy_async();
+        named_barrier_sync(QUERIES, MULTIPLYING);
+        self.convert_held(held)
     }
 
     /// A 16-byte vector of a query; zeros behind it, and where there is none.
@@ -116,11 +119,10 @@ impl<S: Shape, T: MmaElement> Work<'_, S, T> {
         }
     }
 
-    /// [`load_held`](Self::load_held) as halves.
+    /// Makes halves of what [`load_held`](Self::load_held) loaded, once all rows have divisors.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub(super) fn convert_held(&self) -> Held {
+    fn convert_held(&self, mut operands: Held) -> Held {
         let factors = [0, 1].map(|half| rcp(self.divisor(row_of(half)).load(0)));
-        let mut operands = self.load_held();
         for operand in &mut operands {
             for (i, word) in operand.iter_mut().enumerate() {
                 let [low, high, ..] = unpack::<T>([*word, 0, 0, 0]);

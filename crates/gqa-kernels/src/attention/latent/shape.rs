@@ -1,7 +1,8 @@
 //! What the kernels of this skeleton differ in: how wide keys are, and where values lie.
 
+use super::queries::Held;
 use super::{
-    BUFFERS, CHUNK, CHUNK_BYTES, QUERY_CHUNK, ROWS, VALUE_CHUNKS, VALUE_SIZE, WEIGHT_BYTES,
+    BUFFERS, CHUNK, CHUNK_BYTES, QUERY_CHUNK, ROWS, VALUE_CHUNKS, VALUE_SIZE, WEIGHT_BYTES, Work,
 };
 use crate::num::{MmaElement, f16};
 
@@ -17,6 +18,16 @@ pub trait Shape {
     type Operand<T: MmaElement>: MmaElement;
     /// Whether the cache holds float8, of which warps make operands (`convert.rs`).
     const CONVERTS: bool = false;
+    /// Makes operands of the loaded queries, and of those that a thread holds. A function of the
+    /// shape, because a branch here, even one never taken, makes other shapes spill.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    #[expect(private_interfaces, reason = "only this module calls it")]
+    fn prepare<T: MmaElement>(_: &Work<'_, Self, T>, held: Held) -> Held
+    where
+        Self: Sized,
+    {
+        held
+    }
 
     /// Chunks of a buffer.
     const CHUNKS: u32 = Self::KEY_SIZE / CHUNK;
@@ -77,6 +88,11 @@ impl Shape for LatentFloat8 {
     const HELD: u32 = Latent::HELD;
     type Operand<T: MmaElement> = f16;
     const CONVERTS: bool = true;
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    #[expect(private_interfaces, reason = "as above")]
+    fn prepare<T: MmaElement>(work: &Work<'_, Self, T>, held: Held) -> Held {
+        work.convert_queries(held)
+    }
 }
 
 /// Heads of 512.
