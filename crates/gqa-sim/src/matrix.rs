@@ -191,8 +191,8 @@ ldmatrix! {
     ldmatrix_x2_trans = 2, true;
 }
 
-/// Transposes an 8×8 matrix of 16-bit elements, of which a lane has two neighbours of row `lane / 4`
-/// before and after.
+/// Transposes an 8×8 matrix of 16-bit elements, of which a lane has two neighbours of row
+/// `lane / 4` before and after.
 #[track_caller]
 #[inline(always)]
 pub fn movmatrix_trans(matrix: u32) -> u32 {

@@ -7,8 +7,8 @@
 //! GPUs get the same bits.
 //!
 //! **Grid**: the same number of CTAs in x in every call of an exchange, [`BLOCKS`], which stride
-//! over the rows; so few that all are resident on a GPU of 16 SMs. Those of one number wait for each
-//! other on different GPUs, and for no other CTA. **CTA**: 128 threads.
+//! over the rows; so few that all are resident on a GPU of 16 SMs. Those of one number wait for
+//! each other on different GPUs, and for no other CTA. **CTA**: 128 threads.
 //!
 //! **Tensors**: part (batch, S, head, head size); part_lse (batch, head, S) with its strides;
 //! inbox, what other GPUs write, and peer_0 to peer_7, the inboxes of all ranks as this GPU maps
@@ -16,8 +16,9 @@
 //! last call, and whether it has failed; late, a word, 0 until a GPU was waited for in vain, then
 //! a bit for each such rank; out (batch, S, head, head size); lse (batch, head, S).
 //!
-//! **Inbox**: (slot, sender, capacity) pairs of 64-bit words, zero before the first call. A sender's
-//! pairs are a log-sum-exp for each row, padded to whole lines, and then the units of the rows.
+//! **Inbox**: (slot, sender, capacity) pairs of 64-bit words, zero before the first call. A
+//! sender's pairs are a log-sum-exp for each row, padded to whole lines, and then the units of the
+//! rows.
 //!
 //! **Order**: a word is 32 bits of a part and, above them, the call's number, written and read in
 //! one piece. So what a word holds says whether it has arrived, and no fence or flag is needed.
@@ -30,8 +31,8 @@
 //! **Failure**: parts that are not there after `timeout` make the row NaN. The CTA then neither
 //! sends nor waits any more, so that all GPUs fail in bounded time.
 //!
-//! **Numerics**: as `combine`, from parts that were rounded to the element type. A part whose weight
-//! is 0 does not count, whatever it holds.
+//! **Numerics**: as `combine`, from parts that were rounded to the element type. A part whose
+//! weight is 0 does not count, whatever it holds.
 
 use crate::concept::softmax::{LOG2_E, SoftmaxState};
 use crate::num::{Element, pack_pairs, unpack};

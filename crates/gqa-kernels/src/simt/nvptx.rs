@@ -407,8 +407,8 @@ ldmatrix! {
     ldmatrix_x2_trans = 2 "x2.trans" [a, b] "{}, {}";
 }
 
-/// Transposes an 8×8 matrix of 16-bit elements, of which a lane has two neighbours of row `lane / 4`
-/// before and after. SM 75.
+/// Transposes an 8×8 matrix of 16-bit elements, of which a lane has two neighbours of row
+/// `lane / 4` before and after. SM 75.
 #[inline(always)]
 pub fn movmatrix_trans(matrix: u32) -> u32 {
     let transposed;

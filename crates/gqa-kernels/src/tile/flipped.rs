@@ -8,8 +8,8 @@
 //! ```
 //!
 //! the rows of which it holds the output ([`columns`](super::columns)). They are the first two
-//! values of a block of [`Fragments`], and states of a lane are those of these rows. Rounded, packed
-//! and transposed by [`operand`], the weights are the operand of the next product.
+//! values of a block of [`Fragments`], and states of a lane are those of these rows. Rounded,
+//! packed and transposed by [`operand`], the weights are the operand of the next product.
 
 use super::columns::Columns;
 use super::fragment::Fragments;
