@@ -31,7 +31,7 @@ const TARGETS: [&str; 5] = ["sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_120a"];
 /// 64 keys. `append_dequantized` and `paged_append` have four CTAs to an SM, which on Hopper is
 /// faster even with spills than three are without
 /// (`docs/results/2026-11-28-h200-float8-keys`, `2026-11-28-h200-batches`).
-const SPILLS: [(&str, &str, u32); 107] = [
+const SPILLS: [(&str, &str, u32); 108] = [
     ("gqa_append_dequantized", "sm_75", 128),
     ("gqa_append_dequantized", "sm_80", 128),
     ("gqa_append_dequantized", "sm_89", 128),
@@ -43,22 +43,23 @@ const SPILLS: [(&str, &str, u32); 107] = [
     ("gqa_append_quantized", "sm_100a", 12),
     ("gqa_append_quantized", "sm_103a", 12),
     ("gqa_append_quantized", "sm_120a", 280),
-    ("gqa_decode_d128_r32", "sm_80", 8),
+    ("gqa_decode_d128_r32", "sm_80", 16),
+    ("gqa_decode_d128_r32", "sm_89", 32),
     ("gqa_decode_d128_r32", "sm_90", 32),
     ("gqa_decode_d128_r32", "sm_100a", 32),
     ("gqa_decode_d128_r32", "sm_103a", 32),
     ("gqa_decode_d128_r32_w4", "sm_90", 32),
     ("gqa_decode_d128_r32_w4", "sm_100a", 32),
     ("gqa_decode_d128_r32_w4", "sm_103a", 32),
-    ("gqa_decode_i4_d256_r16", "sm_80", 56),
+    ("gqa_decode_i4_d256_r16", "sm_80", 72),
     ("gqa_decode_i4_d256_r16", "sm_89", 104),
     ("gqa_decode_i4_d256_r16", "sm_90", 64),
     ("gqa_decode_i4_d256_r16", "sm_100a", 64),
     ("gqa_decode_i4_d256_r16", "sm_103a", 64),
     ("gqa_decode_i4_d256_r16", "sm_120a", 96),
     ("gqa_decode_padded_i4_d128_r16_w4", "sm_120a", 8),
-    ("gqa_decode_paged_d128_r32", "sm_80", 8),
-    ("gqa_decode_paged_d128_r32", "sm_89", 8),
+    ("gqa_decode_paged_d128_r32", "sm_80", 24),
+    ("gqa_decode_paged_d128_r32", "sm_89", 40),
     ("gqa_decode_paged_d128_r32", "sm_90", 16),
     ("gqa_decode_paged_d128_r32", "sm_100a", 48),
     ("gqa_decode_paged_d128_r32", "sm_103a", 56),
