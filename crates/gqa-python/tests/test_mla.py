@@ -138,6 +138,14 @@ def test_a_gpu_that_is_emulated_over_float8(by_row):
     with emulated_engine.Gpu(), mock.patch.object(_mla, "backend", lambda q: _cuda):
         out, lse = gqa.flash_mla_with_kvcache(*given, 512, **named, descale_k=scale)
         one = gqa.flash_mla_with_kvcache(*given, 512, **named)[0]
+        if by_row:
+            wide = torch.zeros(*codes.shape[:-1], 592, dtype=torch.uint8)
+            wide[..., :576] = codes.view(torch.uint8)
+            strided = given[0], wide[..., :576].view(codes.dtype), *given[2:]
+            _cuda._told.discard(("k_cache", "descale_k"))
+            with pytest.warns(UserWarning, match="gqa copies k_cache with strides"):
+                copied = gqa.flash_mla_with_kvcache(*strided, 512, **named, descale_k=scale)[0]
+            assert torch.equal(copied, out)
         wrong = [(scale.double(), "descale_k"), (torch.ones(576), "descale_k")]
         for descale, name in wrong:
             with pytest.raises(ValueError, match=f"^{name}: "):

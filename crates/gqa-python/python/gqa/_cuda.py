@@ -204,8 +204,7 @@ def latent(
         return out.zero_(), lse.fill_(-torch.inf).view(heads, batch, rows).transpose(0, 1)
     q, cache = _readable(q.reshape(batch * rows, heads, size)), _readable(cache)
     if scale is not None and quantized == ("float8", "token"):
-        # Rows that have scales lie side by side.
-        cache = cache.contiguous()
+        cache = _side_by_side(cache)
     run(
         plan(*_asked_of_latent(q, cache, table, values, rows, scores, quantized)),
         _tensors_of_latent(q, cache, table, lengths, rows, (out, lse)) | {"k_scale": scale},
@@ -816,6 +815,16 @@ def _reads_blocks(
 
 def _of_blocks(cache: Tensor, rows: int) -> _strides.Strides | None:
     return _strides.of_blocks(cache.shape, cache.stride(), cache.element_size(), rows)
+
+
+def _side_by_side(cache: Tensor) -> Tensor:
+    """A latent cache whose rows have scales: kernels read its rows one behind the other. That a
+    copy is made is said once."""
+    if not cache.is_contiguous() and ("k_cache", "descale_k") not in _told:
+        _told.add(("k_cache", "descale_k"))
+        given = f"k_cache with strides {cache.stride()}"
+        warnings.warn(f"gqa copies {given}: it is contiguous where rows have scales", stacklevel=4)
+    return cache.contiguous()
 
 
 _told: set[tuple[str, str]] = set()
