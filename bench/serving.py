@@ -168,7 +168,7 @@ def over_views(batch, t):
 
 
 def over_float8(batch, t):
-    """Over values that float8 has, of which the bfloat16 cache then has a copy."""
+    """The call over a float8 cache. The bfloat16 cache gets the same rounded values."""
     k, v = (cache.to(torch.float8_e4m3fn) for cache in (t.k, t.v))
     for caches in (t.k, t.v), t.views:
         for cache, values in zip(caches, (k, v)):
