@@ -6,8 +6,8 @@ mod written;
 
 use crate::problem::{Alignment, CacheBinding, CallKind, Phase, Problem, QkOutput, WriteMode};
 use crate::tensors::{TensorId, Tensors};
-use gqa_tensor::TensorView;
-use gqa_tensor::{Error, Result};
+use gqa_kernels::concept::sliding::{Slide, Sliding};
+use gqa_tensor::{Error, Result, TensorView};
 pub use lengths::{Bounds, PagedLengths};
 
 const TOKENS: &str = "query_seqlens";
@@ -75,6 +75,19 @@ pub struct Lengths {
     /// Rows of the call that are the sequence's last tokens, before rows of padding; in a first
     /// prompt all rows, from its first token on, some of which may be padding.
     pub rows: usize,
+}
+
+impl Problem {
+    /// The effect of a call on a sequence of these lengths; never more new rows than the sequence
+    /// has.
+    pub fn slide(&self, sliding: Sliding, lengths: Lengths) -> Slide {
+        let rows = u32::try_from(lengths.rows).unwrap_or(u32::MAX);
+        let total = u32::try_from(i64::from(lengths.last) + 1).unwrap_or(0);
+        match self.phase {
+            Phase::FirstPrompt => sliding.slide(0, total.min(rows)),
+            _ => sliding.slide(total.saturating_sub(rows), total),
+        }
+    }
 }
 
 /// The lengths of all sequences.

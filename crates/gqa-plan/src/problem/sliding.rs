@@ -6,9 +6,8 @@
 //! because the first of them attends to rows that the last ones evict; the surviving rows are
 //! copied back afterwards.
 
-use crate::contents::Lengths;
 use crate::problem::{Bias, CacheBinding, Phase, Problem, ProblemFields, Rotary};
-use gqa_kernels::concept::sliding::{Slide, Sliding};
+use gqa_kernels::concept::sliding::Sliding;
 use gqa_tensor::Result;
 
 impl Problem {
@@ -65,16 +64,5 @@ impl Problem {
             }),
             ..call
         })
-    }
-
-    /// The effect of a call on a sequence of these lengths; never more new rows than the sequence
-    /// has.
-    pub fn slide(&self, sliding: Sliding, lengths: Lengths) -> Slide {
-        let rows = u32::try_from(lengths.rows).unwrap_or(u32::MAX);
-        let total = u32::try_from(i64::from(lengths.last) + 1).unwrap_or(0);
-        match self.phase {
-            Phase::FirstPrompt => sliding.slide(0, total.min(rows)),
-            _ => sliding.slide(total.saturating_sub(rows), total),
-        }
     }
 }

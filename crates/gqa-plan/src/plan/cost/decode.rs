@@ -1,7 +1,6 @@
 //! Chooses the cluster size, and the number of clusters that share a row tile's keys.
 
 use crate::plan::device::DeviceInfo;
-use crate::plan::family::Kernel;
 use gqa_kernels::attention::decode::MAX_RANKS;
 use gqa_kernels::params::AttentionParams;
 use gqa_kernels::tile::rows::row_tiles;
@@ -168,9 +167,9 @@ pub struct Lengths {
 
 impl Lengths {
     /// Whether dividing all keys by the lengths on the device is estimated to be faster than the
-    /// kernel's equal splits of each sequence, or at most 1.5 % slower. `blocks` is the number of
+    /// equal splits of each sequence in `shape`, or at most 1.5 % slower. `blocks` is the number of
     /// resident CTAs. The constants are fitted to an H200 (`docs/perf-log.md`).
-    pub fn favor_parts(self, kernel: &Kernel, blocks: u32, device: &DeviceInfo) -> bool {
+    pub fn favor_parts(self, shape: Shape, blocks: u32, device: &DeviceInfo) -> bool {
         /// Seconds to find a part, and to merge.
         const FIRST: f64 = 7e-6;
         /// Seconds that each further wave of CTAs adds.
@@ -180,14 +179,14 @@ impl Lengths {
         let streaming = 0.9 * device.bandwidth;
         let of_keys = |keys: f64| self.row_tiles * keys * self.key_bytes / streaming;
         // Bandwidth of a single CTA, as a multiple of the bandwidth per SM.
-        let alone = if kernel.entry.min_blocks > 1 { 1.1 } else { 1.78 };
-        let ctas = f64::from(kernel.cluster * kernel.splits);
+        let alone = if shape.together > 1 { 1.1 } else { 1.78 };
+        let ctas = f64::from(shape.ranks * shape.splits);
         let longest = self.longest / ctas * self.key_bytes / streaming
             * f64::from(device.multiprocessors)
             / alone;
         let mean = of_keys(self.mean);
         let waves = self.row_tiles / f64::from(blocks);
-        let at_a_time = f64::from(device.multiprocessors * kernel.entry.min_blocks);
+        let at_a_time = f64::from(device.multiprocessors * shape.together);
         let split = match self.row_tiles * ctas <= at_a_time {
             true => mean.max(longest),
             false => mean + longest / 4.0,

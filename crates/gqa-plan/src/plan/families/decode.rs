@@ -1,7 +1,6 @@
 //! `decode`: a decode step in one launch, by clusters of blocks where the GPU has them: it rotates,
 //! appends and attends; and what its sisters share with it.
 
-use crate::plan::TensorId;
 use crate::plan::build::{element, launch, tensor, u32_of};
 use crate::plan::cost::decode::{Device, Halves, Shape, shape as fastest};
 use crate::plan::decision::Rejection;
@@ -13,6 +12,7 @@ use crate::plan::params::{
     arguments, format, params, position_stride, rotary_params, scale_tensors, scales,
 };
 use crate::plan::{requirements, select};
+use crate::tensors::TensorId;
 use crate::{CacheBinding, Problem, Result};
 use bytemuck::Zeroable;
 use gqa_kernels::attention::decode;

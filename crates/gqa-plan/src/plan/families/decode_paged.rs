@@ -1,15 +1,15 @@
 //! `decode_paged`: `decode` over a paged KV cache.
 
 use super::decode;
-use crate::plan::TensorId;
 use crate::plan::build::{launch, page_steps, pages_strides, tensor, u32_of};
-use crate::plan::cost::decode::Lengths;
+use crate::plan::cost::decode::{Lengths, Shape};
 use crate::plan::decision::Rejection;
 use crate::plan::family::{Call, Family, FusedPrologue, Job, Kernel};
 use crate::plan::launch::{Arg, Launch};
 use crate::plan::options::PlanOption;
 use crate::plan::params::params;
 use crate::plan::requirements;
+use crate::tensors::TensorId;
 use crate::{Error, Pages, Problem, Result};
 use gqa_kernels::attention::decode::{self as kernels, Blocks, Layout as _};
 use gqa_kernels::params::{
@@ -74,7 +74,9 @@ pub(in crate::plan) fn in_parts(kernel: &Kernel, call: &Call<'_>) -> Option<Kern
     let parts = blocks as usize / columns;
     let tiles = p.batch.checked_mul(p.total_len.div_ceil(entry.keys as usize))?;
     let fits = (1..=MOST).contains(&parts) && columns <= MOST && tiles <= i32::MAX as usize;
-    let pays = || Lengths::of(p, columns)?.favor_parts(kernel, blocks, device).then_some(());
+    let Kernel { splits, cluster: ranks, .. } = *kernel;
+    let equal = Shape { ranks, splits, together: kernel.entry.min_blocks };
+    let pays = || Lengths::of(p, columns)?.favor_parts(equal, blocks, device).then_some(());
     if fits { pays().map(|()| Kernel::in_parts(entry, parts as u32)) } else { None }
 }
 

@@ -1,7 +1,6 @@
 //! `hopper`: flash attention with warpgroups and TMA, for prefill on Hopper, over splits of the
 //! keys where work tiles would leave SMs idle; and what its sisters share with it.
 
-use crate::plan::TensorId;
 use crate::plan::build::{launch, seqlens, tensor};
 use crate::plan::decision::Rejection;
 use crate::plan::device::{Capability, DeviceInfo};
@@ -12,6 +11,7 @@ use crate::plan::params::{l2_swizzled_params, output, params, rotary_params, val
 use crate::plan::rows::Rows;
 use crate::plan::seen::Seen;
 use crate::plan::{merge, requirements, select};
+use crate::tensors::TensorId;
 use crate::{Problem, Result, Rotary};
 use bytemuck::Zeroable;
 use gqa_kernels::attention::hopper;

@@ -2,7 +2,6 @@
 //! queries and weights are rounded to it, too.
 
 use super::hopper::{self, tensor_map};
-use crate::plan::TensorId;
 use crate::plan::build::{find, launch, seqlens, tensor, u32_of};
 use crate::plan::decision::Rejection;
 use crate::plan::device::DeviceInfo;
@@ -13,6 +12,7 @@ use crate::plan::params::{output, params, position_stride, rotary_params, scales
 use crate::plan::rows::Rows;
 use crate::plan::scratch::Scratch;
 use crate::plan::{requirements, select};
+use crate::tensors::TensorId;
 use crate::{Problem, QuantFormat, Result};
 use gqa_kernels::attention::hopper as kernels;
 use gqa_kernels::params::{AttentionParams, Float8OperandsParams, Float8Params, Strides};

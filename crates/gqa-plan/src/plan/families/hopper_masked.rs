@@ -1,7 +1,6 @@
 //! `hopper_masked`: `hopper` with a bias or a mask.
 
 use super::hopper::{self, arguments, key_maps, tensor_map};
-use crate::plan::TensorId;
 use crate::plan::build::{launch, tensor};
 use crate::plan::decision::Rejection;
 use crate::plan::family::{Call, Family, Job, Kernel};
@@ -9,6 +8,7 @@ use crate::plan::launch::{Arg, Launch};
 use crate::plan::options::PlanOption;
 use crate::plan::params::{bias_or_mask, l2_section, masked_params};
 use crate::plan::{requirements, select};
+use crate::tensors::TensorId;
 use crate::{Problem, Result};
 use gqa_kernels::attention::hopper as kernels;
 use gqa_kernels::params::Strides;

@@ -2,7 +2,6 @@
 //! them.
 
 use super::hopper::{self, LEAST_ROWS, boxes, tensor_map};
-use crate::plan::TensorId;
 use crate::plan::build::{block_rows, launch, page_values_strides, pages_strides, tensor, u32_of};
 use crate::plan::decision::Rejection;
 use crate::plan::device::DeviceInfo;
@@ -12,6 +11,7 @@ use crate::plan::options::PlanOption;
 use crate::plan::params::{output, params, rotary_params};
 use crate::plan::scratch::Scratch;
 use crate::plan::{requirements, select};
+use crate::tensors::TensorId;
 use crate::{Error, Pages, Problem, Result};
 use bytemuck::Pod;
 use gqa_kernels::attention::hopper as kernels;

@@ -2,7 +2,6 @@
 
 use super::hopper::tensor_map;
 use super::hopper_paged::pages;
-use crate::plan::TensorId;
 use crate::plan::build::{launch, pages_strides, tensor, u32_of};
 use crate::plan::decision::Rejection;
 use crate::plan::device::Capability;
@@ -12,6 +11,7 @@ use crate::plan::options::PlanOption;
 use crate::plan::params::{output, params, scale_tensors};
 use crate::plan::{requirements, select};
 use crate::problem::{Problem, Quantization, Scales, Sink};
+use crate::tensors::TensorId;
 use crate::{Error, Result};
 use gqa_kernels::attention::latent::{self as kernels, Shape};
 use gqa_kernels::params::{AttentionParams, LatentParams, Strides};

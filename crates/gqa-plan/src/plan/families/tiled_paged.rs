@@ -4,7 +4,6 @@
 use super::hopper_paged::{attention_params, pages};
 use super::{hopper, split_kv};
 use crate::Result;
-use crate::plan::TensorId;
 use crate::plan::build::{launch, page_steps, tensor, u32_of};
 use crate::plan::decision::Rejection;
 use crate::plan::device::Capability;
@@ -13,6 +12,7 @@ use crate::plan::launch::{Arg, Launch};
 use crate::plan::options::PlanOption;
 use crate::plan::params::{output, rotary_params};
 use crate::plan::{requirements, select};
+use crate::tensors::TensorId;
 use gqa_kernels::attention::tiled as kernels;
 use gqa_kernels::params::PagedTiledParams;
 use gqa_kernels::registry;
