@@ -11,7 +11,7 @@ use gqa_onnx::{Case, Checked, Comparison, Limits, OutputCheck, find_cases};
 
 use crate::backend::{self, Choice};
 use crate::options::magnitude;
-use crate::{Usage, one_line};
+use crate::usage::{Usage, one_line};
 
 /// Arguments of `gqa check`.
 #[derive(clap::Args)]

@@ -12,9 +12,10 @@ use gqa_host::plan::{Arg, DeviceInfo, Plan, PlanOptions, TensorId, TensorMap, pl
 use gqa_onnx::Model;
 use serde_json::{Map, Value, json};
 
+use crate::input;
 use crate::options::count;
 use crate::shape::{Layer, Sizes};
-use crate::{Usage, input};
+use crate::usage::Usage;
 use lengths::{Lengths, Schedule};
 use values::Values;
 

@@ -23,12 +23,14 @@ mod profile;
 mod run;
 mod selftest;
 mod shape;
+mod usage;
 
 use std::io::ErrorKind;
 use std::process::ExitCode;
 
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 use gqa_host::plan::environment;
+use usage::{Usage, one_line};
 
 /// GroupQueryAttention in Rust: on a GPU through CUDA, on a CPU, on a simulated GPU.
 ///
@@ -61,18 +63,6 @@ enum Command {
     /// A prefill and some decode steps of a layer of the shape of Llama 3 8B.
     Demo(demo::Args),
 }
-
-/// A mistake in the command line: exit code 2.
-#[derive(Debug)]
-struct Usage(String);
-
-impl std::fmt::Display for Usage {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(&self.0)
-    }
-}
-
-impl std::error::Error for Usage {}
 
 fn main() -> ExitCode {
     let parsed = options::signed(Cli::command()).try_get_matches();
@@ -139,10 +129,4 @@ fn report_usage(error: &clap::Error) -> ExitCode {
 /// The reader of our output went away, as `head` does.
 fn is_closed_pipe(error: &anyhow::Error) -> bool {
     error.downcast_ref::<std::io::Error>().is_some_and(|e| e.kind() == ErrorKind::BrokenPipe)
-}
-
-/// Text from files and the system may hold anything; one line stays one line.
-fn one_line(text: &str) -> String {
-    let words = text.split(char::is_control).map(str::trim).filter(|part| !part.is_empty());
-    words.collect::<Vec<_>>().join(" ")
 }

@@ -39,7 +39,7 @@ pub fn run(args: &Args) -> Result<ExitCode> {
         .collect();
     write_all(&args.out, &files)?;
     for ((file, _), (tensor, name)) in files.iter().zip(outputs.iter().zip(model.output_names())) {
-        let shown = crate::one_line(name);
+        let shown = crate::usage::one_line(name);
         say!("{}: {shown} {} {:?}", args.out.join(file).display(), tensor.dtype(), tensor.shape());
     }
     Ok(ExitCode::SUCCESS)

@@ -10,11 +10,11 @@ use std::process::ExitCode;
 use anyhow::{Context, Result};
 use gqa_host::DType;
 
-use crate::Usage;
 use crate::backend::{Choice, Machine};
 use crate::bench::{self, Provenance, Record, Row};
 use crate::options::count;
 use crate::shape::Shape;
+use crate::usage::Usage;
 
 /// Timed runs of a call.
 const RUNS: usize = 5;
@@ -104,7 +104,9 @@ impl Report {
                 let kernels = record.kernels.join(" ");
                 (is_right, format!("{verdict}  {:9.1} us  {kernels}", record.median_us))
             }
-            Err(reason) => (false, format!("FAILED: {}", crate::one_line(&format!("{reason:#}")))),
+            Err(reason) => {
+                (false, format!("FAILED: {}", crate::usage::one_line(&format!("{reason:#}"))))
+            }
         };
         self.bad += usize::from(!is_right);
         self.say(format!("{:<78} {verdict}", described(call)))

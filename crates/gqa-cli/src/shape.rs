@@ -11,9 +11,9 @@ use gqa_host::{
 };
 use ndarray::Array1;
 
-use crate::Usage;
 use crate::input::Noise;
 use crate::options::{count, magnitude, number, whole};
+use crate::usage::Usage;
 
 /// Names of attributes and tensors, and the options that say what they are.
 const OPTIONS: [(&str, &str); 13] = [

@@ -24,12 +24,12 @@ use anyhow::{Context, Result};
 use gqa_host::DType;
 use indicatif::{ProgressBar, ProgressStyle};
 
-use crate::Usage;
 use crate::backend::{Choice, Machine};
 use crate::input::Noise;
 use crate::options::{count, whole};
 use crate::oracle::Computed;
 use crate::shape::{Layer, Shape};
+use crate::usage::Usage;
 use ceiling::Ceilings;
 use measure::measure;
 use peers::Peers;
@@ -231,7 +231,7 @@ fn measure_all(rows: Vec<Row>, common: &Common, machine: &Machine, report: &mut 
 /// Where no bar is shown, such as in a file, a line for each call.
 fn log(bar: &ProgressBar, line: &str) {
     if bar.is_hidden() {
-        eprintln!("{}", crate::one_line(line));
+        eprintln!("{}", crate::usage::one_line(line));
     }
 }
 
@@ -287,7 +287,7 @@ fn print(report: &Report, json: bool) -> Result<()> {
         }
     }
     for failed in &report.failed {
-        say!("not measured: {}: {}", failed.call, crate::one_line(&failed.reason));
+        say!("not measured: {}: {}", failed.call, crate::usage::one_line(&failed.reason));
     }
     Ok(())
 }
@@ -304,7 +304,7 @@ impl Common {
                 std::fs::remove_file(path)?;
             }
         }
-        self.plots.as_deref().map_or(Ok(()), report::make_folder)
+        self.plots.as_deref().map_or(Ok(()), figures::make_folder)
     }
 
     fn write(&self, report: &Report) -> Result<()> {

@@ -1,4 +1,4 @@
-//! Results as lines, JSON, CSV and figures.
+//! Results as lines, JSON and CSV.
 
 use std::path::Path;
 use std::process::ExitCode;
@@ -7,7 +7,6 @@ use anyhow::{Context, Result};
 use serde::{Deserialize, Serialize};
 
 use super::ceiling::Ceilings;
-use super::figures::figures;
 use super::provenance::Provenance;
 use super::record::Record;
 
@@ -216,11 +215,6 @@ fn aligned(rows: &[Vec<String>], numbers: &[bool]) -> Vec<String> {
     rows.iter().map(line).collect()
 }
 
-/// Makes the folder of figures.
-pub fn make_folder(folder: &Path) -> Result<()> {
-    std::fs::create_dir_all(folder).with_context(|| format!("--plots {}", folder.display()))
-}
-
 impl Report {
     /// Why a call is faster than the roofline says, if one is: ceilings are of memory and of what
     /// [`Ceilings`] measures.
@@ -260,68 +254,9 @@ impl Report {
         writer.flush().with_context(name)
     }
 
-    /// Writes every figure as SVG and PNG.
-    pub fn write_plots(&self, folder: &Path) -> Result<()> {
-        let name = || format!("--plots {}", folder.display());
-        make_folder(folder)?;
-        for figure in figures(self) {
-            let path = |ending| folder.join(format!("{}.{ending}", figure.name));
-            std::fs::write(path("svg"), figure.svg()?).with_context(name)?;
-            std::fs::write(path("png"), figure.png()?).with_context(name)?;
-        }
-        Ok(())
-    }
-
     /// Success, if everything was measured and right.
     pub fn exit_code(&self) -> ExitCode {
         let wrong = self.results.iter().any(|record| record.elements_out_of_tolerance > 0);
         if wrong || !self.failed.is_empty() { ExitCode::FAILURE } else { ExitCode::SUCCESS }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use serde_json::json;
-
-    /// A report of one call that takes that fraction of its time by the roofline.
-    fn report(fraction: f64) -> Report {
-        let result = json!({
-            "model": null, "dtype": "bfloat16", "batch": 1, "query_length": 1, "past_length": 8,
-            "heads": 2, "kv_heads": 1, "head_size": 32, "causal": true, "window": -1,
-            "features": "", "kernels": [], "launches": 0, "runs": 1, "buffer_sets": 1,
-            "median_us": 1.0, "p10_us": 1.0, "p90_us": 1.0,
-            "cpu_us": 1.0, "tflop_per_s": 1.0, "gb_per_s": 1.0,
-            "intensity": 1.0, "roofline_us": fraction,
-            "roofline_fraction": fraction, "checked_rows": 1,
-            "max_abs_error": 0.0, "elements_out_of_tolerance": 0
-        });
-        let rate = json!({ "per_second": 1e9, "source": "a test" });
-        let report = json!({
-            "mode": "decode",
-            "provenance": {
-                "version": "0", "commit": "0", "command": "gqa",
-                "date": "today", "device": "cpu", "driver": null, "clocks": [],
-                "cpu": "one", "system": "linux"
-            },
-            "ceilings": { "memory": rate, "half": rate, "single": rate },
-            "results": [result], "failed": []
-        });
-        serde_json::from_value(report).unwrap()
-    }
-
-    #[test]
-    fn who_is_faster_than_the_roofline_is_told_why() {
-        let (below, above) = (report(0.9), report(3.82));
-        assert!(below.note_of_roofline().is_none());
-        let note = above.note_of_roofline().unwrap();
-        assert!(note.contains("cache") && note.contains("AMX"), "{note}");
-        let title = |report: &Report| {
-            let figures = figures(report);
-            figures.iter().find(|figure| figure.name == "roofline").unwrap().title.clone()
-        };
-        assert_eq!(title(&below), "Place under the roofline");
-        assert!(title(&above).contains("above it"), "{}", title(&above));
-        assert!(crate::bench::html::page(&above).unwrap().contains(note));
     }
 }

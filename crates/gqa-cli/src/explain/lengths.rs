@@ -8,8 +8,8 @@ use gqa_host::plan::{Division, Plan};
 use gqa_host::{Pages, Problem, ProblemFields};
 use serde_json::{Value, json};
 
-use crate::Usage;
 use crate::shape::Shape;
+use crate::usage::Usage;
 
 /// Most sequences of a call.
 const MOST: usize = 4096;

@@ -5,9 +5,9 @@ use anyhow::{Result, bail};
 use gqa_host::engine::{self, Dense, External, Heads, LatentHeads, Paged, Rope};
 use gqa_host::{Error, Problem};
 
-use crate::Usage;
 use crate::options::count;
 use crate::shape::{Layer, Rotation, Shape};
+use crate::usage::Usage;
 
 /// Names of the engine API's arguments, and the options that say what they are.
 const OPTIONS: [(&str, &str); 7] = [

@@ -8,8 +8,8 @@ use gqa_host::{DType, Problem, Tensor, TensorDesc};
 use ndarray::{Array1, Array2};
 
 use super::{Codes, Layer, Rotation, Shape, Tensors};
-use crate::Usage;
 use crate::input::Noise;
+use crate::usage::Usage;
 
 impl Layer {
     /// The operator over blocks.
