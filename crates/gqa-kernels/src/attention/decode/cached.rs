@@ -1,7 +1,6 @@
 //! What a cache holds of keys and values: elements as they are, or [quantized
 //! values](super::Quantized values).
 
-use super::new_tokens::Tiles;
 use crate::num::MmaElement;
 use crate::params::DecodeParams;
 use crate::simt::Shared;
@@ -35,7 +34,7 @@ pub trait Cached: Copy {
 
     /// Asks for the part of one of `threads` threads of the scales of a KV head; of columns that
     /// heads of that size have not they are `other`.
-    fn ask(
+    fn load_scales(
         coding: Self::Coding,
         p: &DecodeParams,
         kv_head: u32,
@@ -45,7 +44,7 @@ pub trait Cached: Copy {
     ) -> Self::Scale;
 
     /// Leaves it where the block can read it.
-    fn keep(scale: Self::Scale, staging: ScaleStaging, threads: u32);
+    fn stage_scales(scale: Self::Scale, staging: ScaleStaging, threads: u32);
 
     /// Makes of `tokens` new rows, rotated, what the cache holds; others may read it behind
     /// [`prepare`](Self::prepare).
@@ -119,6 +118,18 @@ pub(super) fn first_channel(block: u32, group: u32) -> u32 {
     8 * (block / group) * group + block % group
 }
 
+/// Tiles in shared memory: the rows of this step, and the new rows as the cache stores them; both
+/// are the same tiles in a cache of elements.
+pub struct Tiles<C: Cached, const D8: usize, const UNITS: usize> {
+    pub(super) queries: Swizzled<C::Element, D8>,
+    /// The prepared queries, which overwrite the queries.
+    pub(super) operands: Swizzled<C::Operand, D8>,
+    pub(super) keys: Swizzled<C::Element, D8>,
+    pub(super) values: Swizzled<C::Element, D8>,
+    pub(super) cached_keys: Swizzled<C::Cell, UNITS>,
+    pub(super) cached_values: Swizzled<C::Cell, UNITS>,
+}
+
 /// Sizes of a block.
 #[derive(Clone, Copy)]
 pub struct Block {
@@ -183,10 +194,10 @@ impl<T: MmaElement> Cached for T {
     }
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn ask((): (), _: &DecodeParams, _: u32, _: u32, _: f32, _: u32) {}
+    fn load_scales((): (), _: &DecodeParams, _: u32, _: u32, _: f32, _: u32) {}
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn keep((): (), _: ScaleStaging, _: u32) {}
+    fn stage_scales((): (), _: ScaleStaging, _: u32) {}
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn encode<const D8: usize, const UNITS: usize>(

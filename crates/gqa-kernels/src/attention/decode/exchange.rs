@@ -24,7 +24,7 @@ const UNIT_BYTES: u32 = 32;
 /// `u` is column group `u % D8` of row `u / D8`. Each rank owns a range of units and
 /// receives the partial results of these units from all ranks.
 #[derive(Clone, Copy)]
-pub(super) struct Mailbox<const D8: usize> {
+pub(super) struct ReductionBuffer<const D8: usize> {
     place: Place,
     /// Rows of the tile.
     rows: u32,
@@ -34,7 +34,7 @@ pub(super) struct Mailbox<const D8: usize> {
     inverse: u32,
 }
 
-impl<const D8: usize> Mailbox<D8> {
+impl<const D8: usize> ReductionBuffer<D8> {
     const STATES: u32 = 16;
 
     /// Bytes for up to `rows` rows.
@@ -167,26 +167,26 @@ impl<
 {
     /// Threads that merge a row of the CTA's partial results.
     const ACROSS: u32 = Self::THREADS / Self::ROWS;
-    pub(super) const MAILBOX_BYTES: u32 =
-        Mailbox::<D8>::bytes(Self::ROWS).next_multiple_of(if P::IN_CHUNKS { 1024 } else { 128 });
+    pub(super) const REDUCTION_BYTES: u32 = ReductionBuffer::<D8>::bytes(Self::ROWS)
+        .next_multiple_of(if P::IN_CHUNKS { 1024 } else { 128 });
 
     /// Sends this CTA's partial results to their owners.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub(super) fn send(rows: &Rows, mailbox: Mailbox<D8>) {
-        if Self::SHARES_MAILBOX {
-            mailbox.empty();
+    pub(super) fn send(rows: &Rows, buffer: ReductionBuffer<D8>) {
+        if Self::REDUCES_OVER_QUERIES {
+            buffer.empty();
         }
-        mailbox.wait_for_all();
-        let (owners, halves) = (mailbox.owners(), 2 * D8 as u32);
+        buffer.wait_for_all();
+        let (owners, halves) = (buffer.owners(), 2 * D8 as u32);
         let (r, first) = (thread_idx() / Self::ACROSS, thread_idx() % Self::ACROSS);
         if r < rows.count() {
             let (state, weights) = Self::merge_states(r);
             for to in Rolled(first..owners, Self::ACROSS) {
-                mailbox.send_state(to, r, state);
+                buffer.send_state(to, r, state);
             }
             for half in Rolled(first..halves, Self::ACROSS) {
                 let columns = Self::merge_columns(r, half * UNIT / 2, &weights);
-                mailbox.send_half(r * halves + half, columns);
+                buffer.send_half(r * halves + half, columns);
             }
         }
     }
@@ -231,15 +231,15 @@ impl<
     pub(super) fn finish<L: Layout, T: MmaElement, const N: usize>(
         p: &DecodeParams,
         rows: &Rows,
-        mailbox: Mailbox<D8>,
+        buffer: ReductionBuffer<D8>,
         output: Output<T>,
         splits: Splits,
     ) {
-        if mailbox.place.ranks > 1 {
-            Self::finish_received::<L, T, N>(p, rows, mailbox, output, splits);
+        if buffer.place.ranks > 1 {
+            Self::finish_received::<L, T, N>(p, rows, buffer, output, splits);
         }
-        if mailbox.place.splits > 1 {
-            Self::finish_splits::<L, T, N>(p, rows, mailbox, output, splits);
+        if buffer.place.splits > 1 {
+            Self::finish_splits::<L, T, N>(p, rows, buffer, output, splits);
         }
     }
 
@@ -249,19 +249,19 @@ impl<
     fn finish_received<L: Layout, T: MmaElement, const N: usize>(
         p: &DecodeParams,
         rows: &Rows,
-        mailbox: Mailbox<D8>,
+        buffer: ReductionBuffer<D8>,
         output: Output<T>,
         splits: Splits,
     ) {
-        let place = mailbox.place;
-        for i in Self::owned::<N>(mailbox) {
-            let (r, column) = mailbox.column(i);
+        let place = buffer.place;
+        for i in Self::owned::<N>(buffer) {
+            let (r, column) = buffer.column(i);
             let row = rows.row(r);
-            mailbox.wait();
+            buffer.wait();
             if L::PADS && L::is_padding(&p.attention, column) {
                 continue;
             }
-            let (state, sums) = mailbox.sum::<N>(r, i);
+            let (state, sums) = buffer.sum::<N>(r, i);
             if place.splits <= 1 {
                 output.write(&p.attention, rows, row, column, state, sums);
             } else {
@@ -278,18 +278,18 @@ impl<
     fn finish_splits<L: Layout, T: MmaElement, const N: usize>(
         p: &DecodeParams,
         rows: &Rows,
-        mailbox: Mailbox<D8>,
+        buffer: ReductionBuffer<D8>,
         output: Output<T>,
         splits: Splits,
     ) {
-        if mailbox.owned() > 0 && splits.arrive_last(mailbox.place, Mailbox::<D8>::flag()) {
-            for i in Self::owned::<N>(mailbox) {
-                let (r, column) = mailbox.column(i);
+        if buffer.owned() > 0 && splits.arrive_last(buffer.place, ReductionBuffer::<D8>::flag()) {
+            for i in Self::owned::<N>(buffer) {
+                let (r, column) = buffer.column(i);
                 let row = rows.row(r);
                 if L::PADS && L::is_padding(&p.attention, column) {
                     continue;
                 }
-                let (state, sums) = splits.sum::<N>(p, mailbox.place, r, column);
+                let (state, sums) = splits.sum::<N>(p, buffer.place, r, column);
                 output.write(&p.attention, rows, row, column, state, sums);
             }
         }
@@ -297,8 +297,8 @@ impl<
 
     /// First columns of this thread's groups of `N` among the owned columns.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn owned<const N: usize>(mailbox: Mailbox<D8>) -> Rolled {
-        Rolled(thread_idx() * N as u32..mailbox.owned() * UNIT, Self::THREADS * N as u32)
+    fn owned<const N: usize>(buffer: ReductionBuffer<D8>) -> Rolled {
+        Rolled(thread_idx() * N as u32..buffer.owned() * UNIT, Self::THREADS * N as u32)
     }
 }
 
@@ -426,7 +426,7 @@ impl Splits {
     }
 }
 
-impl<const D8: usize> Mailbox<D8> {
+impl<const D8: usize> ReductionBuffer<D8> {
     /// The row's state over all ranks, and the sums of the owned columns from `i` on.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn sum<const N: usize>(self, r: u32, i: u32) -> (SoftmaxState, [f32; N]) {

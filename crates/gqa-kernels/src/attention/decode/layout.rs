@@ -16,7 +16,7 @@ pub trait Layout: Copy {
     const MAY_BE_EMPTY: bool;
     /// Whether the launch may run beside another one, which attends to other sequences.
     const MAY_OVERLAP: bool;
-    /// Whether lengths may divide the keys of all sequences (`parts.rs`).
+    /// Whether lengths may divide the keys of all sequences (`division.rs`).
     const DIVIDES: bool;
     /// Most rows of a tile, from a multiple of as many on, that are certain to be of one piece.
     const PIECE: u32;
@@ -26,7 +26,7 @@ pub trait Layout: Copy {
     /// masked.
     const MAY_LACK_ROWS: bool = false;
     /// Where the pieces of a tile are, as far as that is looked up.
-    type Spots: Copy;
+    type Offsets: Copy;
 
     /// Whether heads are too narrow to have that column of tiles: to be asked only of a layout that
     /// [pads](Self::PADS), so that of others the compiler sees no question.
@@ -70,23 +70,23 @@ pub trait Layout: Copy {
     }
 
     /// The place of the first row of a piece, which is row `row`.
-    fn place_of(self, spots: Self::Spots, piece: u32, row: u32) -> u32;
+    fn place_of(self, offsets: Self::Offsets, piece: u32, row: u32) -> u32;
 
     /// Whether a piece is nowhere.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn lacks_rows(self, _: Self::Spots) -> bool {
+    fn lacks_rows(self, _: Self::Offsets) -> bool {
         false
     }
 
     /// Looks up where the `rows` rows from `begin` on are, of which those from `end` on may be
     /// nowhere.
-    fn find(self, begin: u32, end: u32, rows: u32) -> Self::Spots;
+    fn find(self, begin: u32, end: u32, rows: u32) -> Self::Offsets;
 
     /// Row `row`, of so many cells, of the head that starts at `source`: the first one of a tile's
     /// piece of that number.
     fn row<E: Pod>(
         self,
-        spots: Self::Spots,
+        offsets: Self::Offsets,
         piece: u32,
         source: Global<E>,
         row: u32,
@@ -113,7 +113,7 @@ impl Layout for SideBySide {
     const MAY_OVERLAP: bool = false;
     const DIVIDES: bool = false;
     const PIECE: u32 = u32::MAX;
-    type Spots = ();
+    type Offsets = ();
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn of_sequence(self, _: u32) -> Self {
@@ -232,7 +232,7 @@ impl Layout for Blocks {
     const DIVIDES: bool = true;
     const MAY_LACK_ROWS: bool = true;
     const PIECE: u32 = 16;
-    type Spots = [u32; PIECES];
+    type Offsets = [u32; PIECES];
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn of_sequence(self, batch: u32) -> Self {
@@ -281,13 +281,13 @@ impl Layout for Blocks {
     }
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn place_of(self, spots: [u32; PIECES], piece: u32, _: u32) -> u32 {
-        spots[piece as usize]
+    fn place_of(self, offsets: [u32; PIECES], piece: u32, _: u32) -> u32 {
+        offsets[piece as usize]
     }
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn lacks_rows(self, spots: [u32; PIECES]) -> bool {
-        !is_somewhere(spots.into_iter().fold(0, |all, place| all | place))
+    fn lacks_rows(self, offsets: [u32; PIECES]) -> bool {
+        !is_somewhere(offsets.into_iter().fold(0, |all, place| all | place))
     }
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
@@ -301,13 +301,13 @@ impl Layout for Blocks {
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn row<E: Pod>(
         self,
-        spots: [u32; PIECES],
+        offsets: [u32; PIECES],
         piece: u32,
         source: Global<E>,
         _: u32,
         _: u32,
     ) -> Global<E> {
-        source.offset(self.table.element(spots[piece as usize]))
+        source.offset(self.table.element(offsets[piece as usize]))
     }
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
@@ -378,7 +378,7 @@ impl<L: Layout> Layout for Narrow<L> {
     const PIECE: u32 = L::PIECE;
     const PADS: bool = true;
     const MAY_LACK_ROWS: bool = L::MAY_LACK_ROWS;
-    type Spots = L::Spots;
+    type Offsets = L::Offsets;
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn of_sequence(self, batch: u32) -> Self {
@@ -411,30 +411,30 @@ impl<L: Layout> Layout for Narrow<L> {
     }
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn place_of(self, spots: L::Spots, piece: u32, row: u32) -> u32 {
-        self.layout.place_of(spots, piece, row)
+    fn place_of(self, offsets: L::Offsets, piece: u32, row: u32) -> u32 {
+        self.layout.place_of(offsets, piece, row)
     }
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn lacks_rows(self, spots: L::Spots) -> bool {
-        self.layout.lacks_rows(spots)
+    fn lacks_rows(self, offsets: L::Offsets) -> bool {
+        self.layout.lacks_rows(offsets)
     }
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn find(self, begin: u32, end: u32, rows: u32) -> L::Spots {
+    fn find(self, begin: u32, end: u32, rows: u32) -> L::Offsets {
         self.layout.find(begin, end, rows)
     }
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn row<E: Pod>(
         self,
-        spots: L::Spots,
+        offsets: L::Offsets,
         piece: u32,
         source: Global<E>,
         row: u32,
         _: u32,
     ) -> Global<E> {
-        self.layout.row(spots, piece, source, row, self.stride)
+        self.layout.row(offsets, piece, source, row, self.stride)
     }
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]

@@ -4,7 +4,7 @@
 //! cache, of which an SM has so many in flight that whoever asks after them waits longest. Then
 //! they are rotated in place.
 
-use super::cached::{Block, Cached, ScaleStaging};
+use super::cached::{Block, Cached, ScaleStaging, Tiles};
 use super::layout::Layout;
 use crate::params::{DecodeParams, Strides};
 use crate::prologue::rope::Rope;
@@ -29,18 +29,6 @@ pub(super) struct NewTokens<C: Cached> {
     pub rope: Rope<C::Element>,
     /// How the cache holds them.
     pub coding: C::Coding,
-}
-
-/// Tiles in shared memory: this step's rows, and what the cache holds of the new ones, which is the
-/// same where it holds elements.
-pub struct Tiles<C: Cached, const D8: usize, const UNITS: usize> {
-    pub(super) queries: Swizzled<C::Element, D8>,
-    /// In the place of the queries, when they are prepared.
-    pub(super) operands: Swizzled<C::Operand, D8>,
-    pub(super) keys: Swizzled<C::Element, D8>,
-    pub(super) values: Swizzled<C::Element, D8>,
-    pub(super) cached_keys: Swizzled<C::Cell, UNITS>,
-    pub(super) cached_values: Swizzled<C::Cell, UNITS>,
 }
 
 /// Two vectors that turn together, and by how much.

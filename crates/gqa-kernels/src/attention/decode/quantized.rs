@@ -16,8 +16,7 @@
 //! Where each row of the cache has scales of its own (`row_scales.rs`), scores are multiplied by
 //! those of their keys, and weights by those of their values.
 
-use super::cached::{Block, Cached, ScaleStaging, first_channel};
-use super::new_tokens::Tiles;
+use super::cached::{Block, Cached, ScaleStaging, Tiles, first_channel};
 use crate::concept::scales::{ScalesPer, are_of_rows};
 use crate::num::{MmaCode, MmaElement, f16, unpack};
 use crate::params::DecodeParams;
@@ -81,7 +80,7 @@ impl<T: MmaElement, F: MmaCode> Cached for Codes<T, F> {
     }
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn ask(
+    fn load_scales(
         coding: Coding<F>,
         p: &DecodeParams,
         kv_head: u32,
@@ -104,7 +103,7 @@ impl<T: MmaElement, F: MmaCode> Cached for Codes<T, F> {
     }
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn keep(scales: [[f32; 2]; CHANNELS], staging: ScaleStaging, threads: u32) {
+    fn stage_scales(scales: [[f32; 2]; CHANNELS], staging: ScaleStaging, threads: u32) {
         for (pass, [key, value]) in scales.into_iter().enumerate() {
             let channel = thread_idx() + pass as u32 * threads;
             if channel < staging.channels {

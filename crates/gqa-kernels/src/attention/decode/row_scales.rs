@@ -10,7 +10,7 @@ use super::Decode;
 use super::cached::{Cached, ScaleStaging};
 use super::layout::{Heads, Layout};
 use super::products::Products;
-use super::stream::{Cache, Share};
+use super::range::{Cache, KvRange};
 use crate::num::magnitude;
 use crate::params::DecodeParams;
 use crate::prologue::row_scales::largest_of_lanes;
@@ -52,30 +52,30 @@ impl<
 {
     /// Asks for those of a tile; of rows that there are not, or that are nowhere, they are 0.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub(super) fn ask_row_scales<C: Cached, L: Layout>(
+    pub(super) fn load_row_scales<C: Cached, L: Layout>(
         p: &DecodeParams,
         rows: &Rows,
-        share: &Share,
+        range: &KvRange,
         cache: &Cache<C, L, UNITS>,
         coding: C::Coding,
         tile: u32,
     ) -> OfTile {
-        if tile >= share.tiles {
+        if tile >= range.tiles {
             return [[0.0; 2]; 2];
         }
-        let (begin, layout) = (share.begin(tile), cache.layout);
-        let spots = Self::find_tile(layout, share, tile);
+        let (begin, layout) = (range.begin(tile), cache.layout);
+        let offsets = Self::find_tile(layout, range, tile);
         let (first, step) = layout.scales(&p.attention, rows);
         let height = L::PIECE.min(Self::KEYS);
         core::array::from_fn(|pass| {
             let key = lane() + 32 * pass as u32;
-            if key >= Self::KEYS || begin + key >= share.old_end {
+            if key >= Self::KEYS || begin + key >= range.old_end {
                 return [0.0; 2];
             }
-            let mut place = layout.place_of(spots, 0, begin) + key;
+            let mut place = layout.place_of(offsets, 0, begin) + key;
             for piece in 1..Self::KEYS / height {
                 if key >= piece * height {
-                    let start = layout.place_of(spots, piece, begin + piece * height);
+                    let start = layout.place_of(offsets, piece, begin + piece * height);
                     place = start + key - piece * height;
                 }
             }
@@ -88,7 +88,7 @@ impl<
 
     /// Those of the tile of new rows.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub(super) fn fresh_row_scales(staging: ScaleStaging) -> OfTile {
+    pub(super) fn new_row_scales(staging: ScaleStaging) -> OfTile {
         core::array::from_fn(|pass| {
             let key = lane() + 32 * pass as u32;
             let load = |tile: u32| staging.rows.load(tile + key);

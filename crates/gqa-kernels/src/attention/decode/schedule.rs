@@ -1,4 +1,4 @@
-//! The division of `parts.rs`, computed once for many launches: an engine runs every layer of a
+//! The division of `division.rs`, computed once for many launches: an engine runs every layer of a
 //! step with the same lengths.
 //!
 //! **A kernel of one CTA**, [`schedule`], writes the part of each CTA to memory. A decode kernel
@@ -18,8 +18,8 @@
 //!
 //! **Grid**: one CTA of [`SCHEDULE_THREADS`] threads. **Shared memory**: key tiles (sequence).
 
+use super::division::{Division, MOST_DIVIDED, Part, most, tiles_of};
 use super::layout::Blocks;
-use super::parts::{Division, MOST_DIVIDED, Part, most, tiles_of};
 use crate::params::{DecodeParams, DecodeScheduleParams};
 use crate::simt::{Global, Rolled, Shared, sync_threads, thread_idx};
 use crate::tile::seqlens::Seqlens;

@@ -14,6 +14,7 @@ use super::cached::{Cached, first_channel};
 use super::layout::{Heads, Layout};
 use super::new_tokens::new_rows;
 use super::products::{self, Products, is_tight};
+use super::range::{Cache, KvRange};
 use super::row_scales::{self, RowScales};
 use super::tree::Tree;
 use super::{Decode, Place};
@@ -27,117 +28,13 @@ use crate::tile::columns::{Columns, load_depth, load_queries, weigh};
 use crate::tile::copy::{UNIT, wait_for_all_but};
 use crate::tile::flipped;
 use crate::tile::fragment::{Fragments, column_of, row_of};
-use crate::tile::rows::{Rows, Span};
+use crate::tile::rows::Rows;
 use crate::tile::softmax::{ScoreScale, States, hide, mask, total};
 use crate::tile::swizzle::{Swizzled, WarpCopy, WarpRead};
 use bytemuck::Pod;
 
 /// Most stages of a ring.
 const MAX_STAGES: usize = 4;
-
-/// What a rank attends to.
-pub(super) struct Share {
-    /// The keys that the row tile sees; in a paged KV cache from the first key of a piece on.
-    pub span: Span,
-    /// One past the last key of the cache that may be read.
-    pub old_end: u32,
-    /// Tiles of old keys, from the first visible key on, of all ranks together.
-    pub tiles: u32,
-    /// Position of the first new key.
-    pub past: u32,
-    /// Whether the new rows are this rank's.
-    pub has_new_tokens: bool,
-    /// Ranks that share the tiles.
-    ranks: u32,
-    /// Which of them this is.
-    index: u32,
-    /// Keys of a tile.
-    keys: u32,
-}
-
-impl Share {
-    /// Every rank's warps take turns, so that all of them together go through the cache side by
-    /// side; the new rows are the last rank's.
-    #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub fn new<L: Layout>(
-        p: &DecodeParams,
-        rows: &Rows,
-        place: Place,
-        keys: u32,
-        tree: Tree,
-    ) -> Self {
-        let mut span = tree.span::<L>(rows);
-        if L::PIECE < u32::MAX {
-            span.some.first = span.some.first / L::PIECE * L::PIECE;
-        }
-        let cached = if p.new_len > 0 { rows.seqlen.past } else { rows.seqlen.total };
-        let old_end = span.some.end.min(cached);
-        let (ranks, index) = place.among();
-        Self {
-            span,
-            old_end,
-            tiles: old_end.saturating_sub(span.some.first).div_ceil(keys),
-            past: rows.seqlen.past,
-            has_new_tokens: place.has_new_tokens(p),
-            ranks,
-            index,
-            keys,
-        }
-    }
-
-    /// A team's first tile.
-    #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub fn start(&self, team: u32) -> u32 {
-        team * self.ranks + self.index
-    }
-
-    /// Position of the first key of a tile.
-    #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub fn begin(&self, tile: u32) -> u32 {
-        self.span.some.first + tile * self.keys
-    }
-
-    /// From one of a team's tiles to the next, of `teams` teams.
-    #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub fn step(&self, teams: u32) -> u32 {
-        teams * self.ranks
-    }
-
-    /// One past the team's last tile; the tile of new rows is behind those of the last team.
-    #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub fn end(&self, team: u32, teams: u32) -> u32 {
-        let is_last = self.has_new_tokens && team + 1 == teams;
-        self.tiles + if is_last { self.step(teams) } else { 0 }
-    }
-}
-
-/// The cache rows of one head.
-#[derive(Clone, Copy)]
-pub(super) struct Cache<C: Cached, L: Layout, const UNITS: usize> {
-    pub k: Global<C::Cell>,
-    pub v: Global<C::Cell>,
-    pub lanes: WarpCopy<UNITS>,
-    pub layout: L,
-}
-
-impl<C: Cached, L: Layout, const UNITS: usize> Cache<C, L, UNITS> {
-    /// Those of the row tile's head; where lanes copy to is found out later.
-    #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub fn of(
-        a: &AttentionParams,
-        rows: &Rows,
-        k: Global<C::Cell>,
-        v: Global<C::Cell>,
-        layout: L,
-    ) -> Self {
-        Self {
-            k: k.offset(a.k.at(rows.batch, rows.kv_head, 0)),
-            v: v.offset(a.v.at(rows.batch, rows.kv_head, 0)),
-            lanes: WarpCopy::default(),
-            layout: layout.of_sequence(rows.batch),
-        }
-    }
-}
 
 impl<
     const D8: usize,
@@ -187,8 +84,8 @@ impl<
         let (ranks, index) = place.among();
         let begin = (Self::team() * ranks + index) * Self::KEYS;
         let end = p.attention.capacity;
-        let spots = Self::find(cache.layout, begin, end);
-        Self::copy_rows(Self::keys(0), cache, cache.k, spots, begin, end);
+        let offsets = Self::find(cache.layout, begin, end);
+        Self::copy_rows(Self::keys(0), cache, cache.k, offsets, begin, end);
     }
 
     /// Keys that ranks ask for ahead of their time, of all together.
@@ -201,40 +98,40 @@ impl<
     /// whether one of their rows is nowhere.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn start<C: Cached, L: Layout>(
-        share: &Share,
+        range: &KvRange,
         cache: &Cache<C, L, UNITS>,
         ahead: bool,
     ) -> bool {
-        let tile_of = |slot| share.start(Self::team()) + slot * share.step(Self::TEAMS);
+        let tile_of = |slot| range.start(Self::team()) + slot * range.step(Self::TEAMS);
         // All are looked up before copies wait for the first.
-        let spots: [L::Spots; MAX_STAGES] =
-            core::array::from_fn(|slot| Self::find_tile(cache.layout, share, tile_of(slot as u32)));
+        let offsets: [L::Offsets; MAX_STAGES] =
+            core::array::from_fn(|slot| Self::find_tile(cache.layout, range, tile_of(slot as u32)));
         let mut lacks_rows = false;
         for slot in 0..STAGES {
-            let (tile, spots) = (tile_of(slot), spots[slot as usize]);
+            let (tile, offsets) = (tile_of(slot), offsets[slot as usize]);
             if slot == 0 && ahead {
                 cp_async_commit();
             } else {
-                Self::copy(Self::keys(slot), cache, cache.k, spots, share, tile);
+                Self::copy(Self::keys(slot), cache, cache.k, offsets, range, tile);
             }
-            Self::copy(Self::values(slot), cache, cache.v, spots, share, tile);
-            lacks_rows |= Self::tile_lacks_rows(cache.layout, share, tile, spots);
+            Self::copy(Self::values(slot), cache, cache.v, offsets, range, tile);
+            lacks_rows |= Self::tile_lacks_rows(cache.layout, range, tile, offsets);
         }
         lacks_rows
     }
 
-    /// Whether rows of a tile of the team, of which `spots` are the warp's part, are nowhere.
+    /// Whether rows of a tile of the team, of which `offsets` are the warp's part, are nowhere.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn tile_lacks_rows<L: Layout>(
         layout: L,
-        share: &Share,
+        range: &KvRange,
         tile: u32,
-        spots: L::Spots,
+        offsets: L::Offsets,
     ) -> bool {
         if !L::MAY_LACK_ROWS || Self::TEAM == 1 {
-            return layout.lacks_rows(spots);
+            return layout.lacks_rows(offsets);
         }
-        layout.lacks_rows(layout.find(share.begin(tile), share.old_end, Self::KEYS))
+        layout.lacks_rows(layout.find(range.begin(tile), range.old_end, Self::KEYS))
     }
 
     /// Whether the new row that this lane looks up is nowhere. Together a warp's lanes look at each
@@ -243,16 +140,16 @@ impl<
     pub(super) fn new_row_is_nowhere<L: Layout>(
         p: &DecodeParams,
         rows: &Rows,
-        share: &Share,
+        range: &KvRange,
         layout: L,
     ) -> bool {
         const { assert!(!L::MAY_LACK_ROWS || Self::KEYS <= 31 * L::PIECE) }
         let new = new_rows(p, rows);
-        if !L::MAY_LACK_ROWS || !share.has_new_tokens || new == 0 {
+        if !L::MAY_LACK_ROWS || !range.has_new_tokens || new == 0 {
             return false;
         }
         let further = (lane() * L::PIECE).min(new - 1);
-        !layout.is_somewhere(layout.place(share.past + further))
+        !layout.is_somewhere(layout.place(range.past + further))
     }
 
     /// Hides the keys from row `begin` on that are nowhere.
@@ -274,14 +171,14 @@ impl<
 
     /// Looks up where the warp's part of a tile of the team is.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub(super) fn find_tile<L: Layout>(layout: L, share: &Share, tile: u32) -> L::Spots {
-        Self::find(layout, share.begin(tile), share.old_end)
+    pub(super) fn find_tile<L: Layout>(layout: L, range: &KvRange, tile: u32) -> L::Offsets {
+        Self::find(layout, range.begin(tile), range.old_end)
     }
 
     /// Looks up where the warp's part of the tile from row `begin` on is, of which rows from `end`
     /// on may be nowhere.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn find<L: Layout>(layout: L, begin: u32, end: u32) -> L::Spots {
+    fn find<L: Layout>(layout: L, begin: u32, end: u32) -> L::Offsets {
         let (first, rows) = Self::part();
         layout.find(begin + first, end, rows)
     }
@@ -299,13 +196,13 @@ impl<
         place: Swizzled<C::Cell, UNITS>,
         cache: &Cache<C, L, UNITS>,
         source: Global<C::Cell>,
-        spots: L::Spots,
-        share: &Share,
+        offsets: L::Offsets,
+        range: &KvRange,
         tile: u32,
     ) {
-        if tile < share.tiles {
-            let (begin, end) = (share.begin(tile), share.old_end);
-            Self::copy_rows(place, cache, source, spots, begin, end);
+        if tile < range.tiles {
+            let (begin, end) = (range.begin(tile), range.old_end);
+            Self::copy_rows(place, cache, source, offsets, begin, end);
         }
         cp_async_commit();
     }
@@ -317,7 +214,7 @@ impl<
         place: Swizzled<C::Cell, UNITS>,
         cache: &Cache<C, L, UNITS>,
         source: Global<C::Cell>,
-        spots: L::Spots,
+        offsets: L::Offsets,
         begin: u32,
         end: u32,
     ) {
@@ -329,9 +226,9 @@ impl<
             let within = first + piece * height;
             let begin = begin + within;
             let cells = UNITS as u32 * Swizzled::<C::Cell, UNITS>::PER_UNIT;
-            let source = cache.layout.row(spots, piece, source, begin, cells);
+            let source = cache.layout.row(offsets, piece, source, begin, cells);
             let mut valid = end.saturating_sub(begin);
-            if !cache.layout.is_somewhere(cache.layout.place_of(spots, piece, begin)) {
+            if !cache.layout.is_somewhere(cache.layout.place_of(offsets, piece, begin)) {
                 valid = 0;
             }
             cache.layout.start(lanes, place.from(within), height, source, valid);
@@ -346,7 +243,7 @@ impl<
     pub(super) fn attend<C: Cached, L: Layout>(
         p: &DecodeParams,
         rows: &Rows,
-        share: &Share,
+        range: &KvRange,
         cache: Cache<C, L, UNITS>,
         of_rows: RowScales<C>,
         unit: f32,
@@ -376,45 +273,45 @@ impl<
         } else {
             C::zero_scores::<M, HALVES, D8>(coding, kept)
         };
-        let (mut tile, mut slot) = (share.start(Self::team()), 0);
-        let ahead = STAGES * share.step(Self::TEAMS);
-        let mut spots = Self::find_tile(cache.layout, share, tile + ahead);
-        lacks_rows |= Self::tile_lacks_rows(cache.layout, share, tile + ahead, spots);
-        let ask = |tile| Self::ask_row_scales(p, rows, share, &cache, coding, tile);
+        let (mut tile, mut slot) = (range.start(Self::team()), 0);
+        let ahead = STAGES * range.step(Self::TEAMS);
+        let mut offsets = Self::find_tile(cache.layout, range, tile + ahead);
+        lacks_rows |= Self::tile_lacks_rows(cache.layout, range, tile + ahead, offsets);
+        let ask = |tile| Self::load_row_scales(p, rows, range, &cache, coding, tile);
         let by_row = C::by_row(coding);
         let (mut asked, mut value_unit) = ([[0.0; 2]; 2], row_scales::LEAST_UNIT);
         if by_row {
             asked = ask(tile);
         }
-        while tile < share.end(Self::team(), Self::TEAMS) {
-            let is_fresh = tile >= share.tiles;
-            let begin = if is_fresh { share.past } else { share.begin(tile) };
+        while tile < range.end(Self::team(), Self::TEAMS) {
+            let is_new = tile >= range.tiles;
+            let begin = if is_new { range.past } else { range.begin(tile) };
             let after = tile + ahead;
             let mut of_tile = asked;
             if by_row {
-                if is_fresh {
-                    of_tile = Self::fresh_row_scales(staging);
+                if is_new {
+                    of_tile = Self::new_row_scales(staging);
                 }
-                asked = ask(tile + share.step(Self::TEAMS));
+                asked = ask(tile + range.step(Self::TEAMS));
             }
 
             wait_for_all_but(2 * STAGES - 1);
             sync_warp();
-            let keys = if is_fresh { Self::fresh_keys() } else { Self::keys(slot) };
+            let keys = if is_new { Self::new_keys() } else { Self::keys(slot) };
             let mut weights = if Self::IS_TIGHT {
                 C::scores::<M, HALVES, UNITS, N8>(coding, load, &zero_scores, keys, &read)
             } else {
                 C::scores::<M, HALVES, UNITS, N8>(coding, kept, &zero_scores, keys, &read)
             };
             sync_warp();
-            Self::copy(Self::keys(slot), &cache, cache.k, spots, share, after);
+            Self::copy(Self::keys(slot), &cache, cache.k, offsets, range, after);
 
             if by_row {
                 Self::times_row_scales::<C>(&mut weights, &of_tile, row_scales::KEYS, 1.0);
             }
             scale.adjust(&mut weights);
-            let limit = if is_fresh { u32::MAX } else { share.old_end };
-            let is_partial = share.span.is_partial(begin, Self::KEYS);
+            let limit = if is_new { u32::MAX } else { range.old_end };
+            let is_partial = range.span.is_partial(begin, Self::KEYS);
             if is_partial || begin + Self::KEYS > limit {
                 let sees = |m: usize, i: usize| {
                     let Visible { first, end } = if Self::IS_TIGHT {
@@ -429,7 +326,7 @@ impl<
                 } else if tree.is_none() {
                     mask(&mut weights, begin, sees);
                 } else {
-                    let bounds = [begin, share.past, limit.min(share.span.some.end)];
+                    let bounds = [begin, range.past, limit.min(range.span.some.end)];
                     let word = |m, half| Self::word(16 * m as u32 + opaque(row_of(half)));
                     tree.mask(&mut weights, bounds, word);
                 }
@@ -456,15 +353,15 @@ impl<
 
             wait_for_all_but(2 * STAGES - 1);
             sync_warp();
-            let values = if is_fresh { Self::fresh_values() } else { Self::values(slot) };
+            let values = if is_new { Self::new_values() } else { Self::values(slot) };
             let read = if Self::IS_TIGHT { WarpRead::of(opaque(lane())) } else { read };
             C::accumulate::<M, HALVES, D8, UNITS, N8>(coding, &mut acc, &weights, values, &read);
             sync_warp();
-            Self::copy(Self::values(slot), &cache, cache.v, spots, share, after);
+            Self::copy(Self::values(slot), &cache, cache.v, offsets, range, after);
 
-            tile += share.step(Self::TEAMS);
-            spots = Self::find_tile(cache.layout, share, tile + ahead);
-            lacks_rows |= Self::tile_lacks_rows(cache.layout, share, tile + ahead, spots);
+            tile += range.step(Self::TEAMS);
+            offsets = Self::find_tile(cache.layout, range, tile + ahead);
+            lacks_rows |= Self::tile_lacks_rows(cache.layout, range, tile + ahead, offsets);
             slot = if slot + 1 == STAGES { 0 } else { slot + 1 };
         }
         cp_async_wait::<0>();
@@ -474,13 +371,13 @@ impl<
 
     /// New keys, unrotated ones no longer.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub(super) fn fresh_keys<E: Pod>() -> Swizzled<E, UNITS> {
+    pub(super) fn new_keys<E: Pod>() -> Swizzled<E, UNITS> {
         Self::tile(Self::NEW_TILES, Self::KEYS)
     }
 
     /// New values.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub(super) fn fresh_values<E: Pod>() -> Swizzled<E, UNITS> {
+    pub(super) fn new_values<E: Pod>() -> Swizzled<E, UNITS> {
         Self::tile(Self::NEW_TILES + Self::STAGE_BYTES / 2, Self::KEYS)
     }
 

@@ -8,7 +8,7 @@ use super::Decode;
 use super::cached::Cached;
 use super::layout::{Heads, Layout};
 use super::products::{Products, first_row};
-use super::stream::{Cache, Share};
+use super::range::{Cache, KvRange};
 use super::tree::Tree;
 use crate::concept::mask::Visible;
 use crate::concept::softmax::SoftmaxState;
@@ -39,7 +39,7 @@ impl<
     pub(super) fn attend_together<C: Cached, L: Layout>(
         p: &DecodeParams,
         rows: &Rows,
-        share: &Share,
+        range: &KvRange,
         cache: Cache<C, L, UNITS>,
         tree: Tree,
         lacks_rows: bool,
@@ -53,27 +53,27 @@ impl<
         let visible_of = |r: u32| rows.row(first_row + r).visible;
         let visible = [0, 1].map(|half| visible_of(row_of(half)));
         let (mut states, mut acc) = ([[SoftmaxState::EMPTY; 2]], [[[0.0; 4]; D8]]);
-        let (team, step) = (Self::team(), share.step(Self::TEAMS));
-        let (start, end) = (share.start(team), share.end(team, Self::TEAMS));
+        let (team, step) = (Self::team(), range.step(Self::TEAMS));
+        let (start, end) = (range.start(team), range.end(team, Self::TEAMS));
         let (mut tile, mut slot) = (start, 0);
-        let mut spots = Self::find_tile(cache.layout, share, start + STAGES * step);
-        lacks_rows |= Self::tile_lacks_rows(cache.layout, share, start + STAGES * step, spots);
+        let mut offsets = Self::find_tile(cache.layout, range, start + STAGES * step);
+        lacks_rows |= Self::tile_lacks_rows(cache.layout, range, start + STAGES * step, offsets);
         while tile < end {
-            let is_fresh = tile >= share.tiles;
-            let begin = if is_fresh { share.past } else { share.begin(tile) };
+            let is_new = tile >= range.tiles;
+            let begin = if is_new { range.past } else { range.begin(tile) };
             let after = tile + STAGES * step;
 
             wait_for_all_but(2 * STAGES - 1);
             Self::sync_team();
-            let keys = if is_fresh { Self::fresh_keys() } else { Self::keys(slot) };
+            let keys = if is_new { Self::new_keys() } else { Self::keys(slot) };
             let mut weights = P::scores::<C::Operand, D8, UNITS, N8>(&lane, Self::queries(), keys);
             Self::sync_team();
-            Self::copy(Self::keys(slot), &cache, cache.k, spots, share, after);
+            Self::copy(Self::keys(slot), &cache, cache.k, offsets, range, after);
 
             if has_rows {
                 scale.adjust(&mut weights);
-                let limit = if is_fresh { u32::MAX } else { share.old_end };
-                let is_partial = share.span.is_partial(begin, Self::KEYS);
+                let limit = if is_new { u32::MAX } else { range.old_end };
+                let is_partial = range.span.is_partial(begin, Self::KEYS);
                 if is_partial || begin + Self::KEYS > limit {
                     if tree.is_none() {
                         mask(&mut weights, begin, |_, half| {
@@ -85,7 +85,7 @@ impl<
                             Visible { first, end: end.min(limit) }
                         });
                     } else {
-                        let bounds = [begin, share.past, limit.min(share.span.some.end)];
+                        let bounds = [begin, range.past, limit.min(range.span.some.end)];
                         let word = |_, half| Self::word(first_row + row_of(half));
                         tree.mask(&mut weights, bounds, word);
                     }
@@ -105,14 +105,14 @@ impl<
 
             wait_for_all_but(2 * STAGES - 1);
             Self::sync_team();
-            let values = if is_fresh { Self::fresh_values() } else { Self::values(slot) };
+            let values = if is_new { Self::new_values() } else { Self::values(slot) };
             P::add_values::<C::Operand, D8, UNITS, N8>(&lane, &mut acc, &weights, values);
             Self::sync_team();
-            Self::copy(Self::values(slot), &cache, cache.v, spots, share, after);
+            Self::copy(Self::values(slot), &cache, cache.v, offsets, range, after);
 
             tile += step;
-            spots = Self::find_tile(cache.layout, share, tile + STAGES * step);
-            lacks_rows |= Self::tile_lacks_rows(cache.layout, share, tile + STAGES * step, spots);
+            offsets = Self::find_tile(cache.layout, range, tile + STAGES * step);
+            lacks_rows |= Self::tile_lacks_rows(cache.layout, range, tile + STAGES * step, offsets);
             slot = if slot + 1 == STAGES { 0 } else { slot + 1 };
         }
         cp_async_wait::<0>();

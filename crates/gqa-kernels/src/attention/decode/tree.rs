@@ -84,7 +84,7 @@ impl<
 
     /// Prefetches the word of one of the warp's rows; 0 if there is none.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub(super) fn ask_word<L: Layout>(
+    pub(super) fn load_word<L: Layout>(
         a: &AttentionParams,
         rows: &Rows,
         layout: L,

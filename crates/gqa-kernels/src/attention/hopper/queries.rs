@@ -10,8 +10,9 @@
 
 use super::float8::{codes_of, power_of_two, row_exponent, row_factor};
 use super::operand::Operand;
-use super::scales::{HeadScales, TileRows};
 use super::shape::{Tile, WARPGROUP, WARPGROUP_ROWS, swizzled};
+use super::work::Slot;
+use crate::concept::scales::ScalesPer;
 use crate::num::{MmaElement, f16, unpack};
 use crate::params::AttentionParams;
 use crate::simt::*;
@@ -26,6 +27,34 @@ const TOGETHER: usize = 4;
 type Vectors = [[u32; 4]; TOGETHER];
 /// Exponent that a row's greatest magnitude gets.
 const TOP: i32 = 14;
+
+/// Rows of a work tile: those of warpgroup `warpgroup` lie in the Q tile at `tile`; `row` and `row
+/// + 8` are the thread's.
+pub(super) struct TileRows {
+    pub(super) base: u32,
+    pub(super) slot: Slot,
+    pub(super) tile: u32,
+    pub(super) warpgroup: u32,
+    pub(super) row: u32,
+}
+
+/// Per-channel scales of a KV head.
+#[derive(Clone, Copy)]
+pub(super) struct HeadScales {
+    pub(super) scales: Global<f32>,
+    pub(super) per: ScalesPer,
+    pub(super) kv_head: u32,
+}
+
+impl HeadScales {
+    /// Scales of `N` channels from `column` on; arbitrary ones past the last column of the head.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub(super) fn load<const N: usize>(self, column: u32, p: &AttentionParams) -> [f32; N] {
+        let column = column.min(p.head_size - N as u32);
+        let number = |i| self.per.number(self.kv_head, p.head_size, column + i as u32);
+        core::array::from_fn(|i| self.scales.load(number(i)))
+    }
+}
 
 /// Converts the rows of a warpgroup in its Q tile, times the per-channel scales of the keys if
 /// `k_scale` is given, and fences them for wgmma. Leaves each row's divisor in shared memory.

@@ -5,18 +5,12 @@
 //! lane. The window stays in shared memory, to save registers, until a work tile outside of it is
 //! needed.
 
-use super::shape::Tile;
+use super::shape::{SEQUENCE_BYTES, Tile};
 use crate::concept::pages::Sequence;
 use crate::params::AttentionParams;
 use crate::simt::*;
 use crate::tile::pages::Sequences;
 use crate::tile::warp::{LANES, sum, sum_up_to};
-
-/// Bytes of a sequence's entry: its first token, new tokens, past length, and the inclusive prefix
-/// sum of work tiles in the window.
-const SEQUENCE_BYTES: u32 = 16;
-/// Bytes of shared memory: the window's entries, its [`Span`], and the number of all work tiles.
-pub(super) const BYTES: u32 = (LANES + 2) * SEQUENCE_BYTES;
 
 /// The work tiles of a call, for one warp.
 pub(super) struct RowTiles {

@@ -4,9 +4,8 @@
 
 use super::float8::{self, kv_head};
 use super::operand::Operand;
-use super::queries;
+use super::queries::{self, HeadScales, TileRows};
 use super::shape::Tile;
-use super::work::Slot;
 use crate::concept::scales::ScalesPer;
 use crate::concept::softmax::LOG2_E;
 use crate::num::MmaElement;
@@ -33,16 +32,6 @@ pub(super) trait CacheScales: Copy {
 
 /// A cache of elements has no scales.
 impl CacheScales for () {}
-
-/// Rows of a work tile: those of warpgroup `warpgroup` lie in the Q tile at `tile`; `row` and `row
-/// + 8` are the thread's.
-pub(super) struct TileRows {
-    pub(super) base: u32,
-    pub(super) slot: Slot,
-    pub(super) tile: u32,
-    pub(super) warpgroup: u32,
-    pub(super) row: u32,
-}
 
 /// Scales of a quantized cache.
 #[derive(Clone, Copy)]
@@ -93,23 +82,5 @@ impl CacheScales for Scales {
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn widen<const O: usize>(&self, o: &mut [f32; O], head: u32, p: &AttentionParams) {
         self.values.widen(o, head, p);
-    }
-}
-
-/// Per-channel scales of a KV head.
-#[derive(Clone, Copy)]
-pub(super) struct HeadScales {
-    scales: Global<f32>,
-    per: ScalesPer,
-    kv_head: u32,
-}
-
-impl HeadScales {
-    /// Scales of `N` channels from `column` on; arbitrary ones past the last column of the head.
-    #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub(super) fn load<const N: usize>(self, column: u32, p: &AttentionParams) -> [f32; N] {
-        let column = column.min(p.head_size - N as u32);
-        let number = |i| self.per.number(self.kv_head, p.head_size, column + i as u32);
-        core::array::from_fn(|i| self.scales.load(number(i)))
     }
 }

@@ -1,6 +1,6 @@
 //! Tile shapes, and the shared-memory layouts that follow from them.
 
-use super::row_tiles;
+use crate::tile::warp::LANES;
 
 /// Columns of a swizzled chunk: 128 bytes of 16-bit elements.
 pub(super) const CHUNK: u32 = 64;
@@ -18,6 +18,11 @@ pub(super) const WARPGROUP_ROWS: u32 = 64;
 pub(super) const WORK_SLOTS: u32 = MAX_STAGES;
 /// Bytes of a description.
 pub(super) const WORK_BYTES: u32 = 48;
+/// Bytes of a sequence in the window of `row_tiles.rs`: its first token, new tokens, past length, and
+/// the inclusive prefix sum of work tiles in the window.
+pub(super) const SEQUENCE_BYTES: u32 = 16;
+/// Bytes of the window: its sequences, their range, and the number of all work tiles.
+const WINDOW_BYTES: u32 = (LANES + 2) * SEQUENCE_BYTES;
 /// Shared memory that one CTA can have, in bytes.
 const SHARED: u32 = 227 * 1024;
 /// More K and V tiles in flight hide no more latency.
@@ -149,7 +154,7 @@ pub(super) trait Tile {
     const BYTES: u32 = Self::WORK + WORK_SLOTS * WORK_BYTES;
     /// Flags of the work tiles over a paged KV cache: whether keys have no block. They follow the
     /// row tile window (`row_tiles.rs`) and are as far apart as the descriptions.
-    const GAPS: u32 = Self::BYTES + row_tiles::BYTES;
+    const GAPS: u32 = Self::BYTES + WINDOW_BYTES;
     /// Where the results of pieces of the work tiles go, between their flags.
     const PARTS: u32 = Self::GAPS + 4;
     /// Shared memory of a CTA over a paged KV cache, in bytes.

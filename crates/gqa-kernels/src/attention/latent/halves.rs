@@ -1,14 +1,16 @@
 //! A warpgroup that multiplies: the scores of every second tile, and half of the output's columns.
 
 use super::queries::Held;
-use super::values::OUTPUTS;
-use super::{MULTIPLYING, OWN_GROUPS, QUERIES, ROWS, SUMS, Shape, Work, row_of};
+use super::{COLUMNS, MULTIPLYING, OWN_GROUPS, QUERIES, ROWS, SUMS, Shape, Work, row_of};
 use crate::concept::mask::Visible;
 use crate::concept::softmax::SoftmaxState;
 use crate::num::MmaElement;
 use crate::simt::*;
 use crate::tile::softmax::{ScoreScale, States, total};
 use core::ops::Range;
+
+/// Output elements of a thread: of two rows, pairs of columns 8 apart.
+pub(super) const OUTPUTS: usize = COLUMNS as usize / 2;
 
 /// Multiplies all tiles of the CTA; `half` is the warpgroup's number.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]

@@ -1,7 +1,6 @@
 //! Writes a half's columns of the output.
 
-use super::halves::Half;
-use super::values::OUTPUTS;
+use super::halves::{Half, OUTPUTS};
 use super::{COLUMNS, Shape, VALUE_SIZE, Work, row_of};
 use crate::concept::softmax::SoftmaxState;
 use crate::num::MmaElement;

@@ -1,7 +1,7 @@
 //! Scores of a half's tiles, and P.
 
-use super::halves::{Half, place};
-use super::values::{OUTPUTS, Weights, weights_place};
+use super::halves::{Half, OUTPUTS, place};
+use super::values::{Weights, weights_place};
 use super::{CHUNK_BYTES, DEPTHS, KEYS, LEAST_BOX, OWN_CHUNKS, QUERY_CHUNK, Shape, Work, row_of};
 use crate::num::MmaElement;
 use crate::simt::*;

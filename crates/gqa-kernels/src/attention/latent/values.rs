@@ -1,16 +1,14 @@
 //! Products of P and a half's columns of values.
 
-use super::halves::{Half, place};
+use super::halves::{Half, OUTPUTS, place};
 use super::{
-    CHUNK_BYTES, CLEARED, COLUMNS, DEPTHS, KEYS, OWN_CHUNKS, Shape, VALUES, WARPGROUP,
-    WEIGHT_BYTES, Work, row_of,
+    CHUNK_BYTES, CLEARED, DEPTHS, KEYS, OWN_CHUNKS, Shape, VALUES, WARPGROUP, WEIGHT_BYTES, Work,
+    row_of,
 };
 use crate::num::MmaElement;
 use crate::simt::*;
 use crate::tile::descriptor::Descriptor;
 
-/// Output of a thread: of two rows, pairs of columns 8 apart.
-pub(super) const OUTPUTS: usize = COLUMNS as usize / 2;
 /// P of a thread, as left operands.
 pub(super) type Weights = [[u32; 4]; DEPTHS];
 
