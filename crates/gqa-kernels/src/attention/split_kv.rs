@@ -70,31 +70,38 @@ pub struct SplitKv<const D8: usize, const STAGES: u32, const MASKED: bool = fals
 // One shape per head size, with as many stages as let an SM with 227 KB of shared memory hold about
 // three CTAs, and an SM with 99 KB hold one.
 
+/// The kernel type of a shape: head size, pipeline stages, and whether there is a bias or a mask.
+macro_rules! shape {
+    (head $head:literal, stages $stages:literal $(, masked $masked:literal)?) => {
+        SplitKv<{ $head / 8 }, $stages $(, $masked)?>
+    };
+}
+
 /// Head sizes up to 32.
-pub type D32 = SplitKv<4, 4>;
+pub type D32 = shape!(head 32, stages 4);
 /// Head sizes up to 64.
-pub type D64 = SplitKv<8, 2>;
+pub type D64 = shape!(head 64, stages 2);
 /// Head sizes up to 80.
-pub type D80 = SplitKv<10, 3>;
+pub type D80 = shape!(head 80, stages 3);
 /// Head sizes up to 96.
-pub type D96 = SplitKv<12, 2>;
+pub type D96 = shape!(head 96, stages 2);
 /// Head sizes up to 128.
-pub type D128 = SplitKv<16, 2>;
+pub type D128 = shape!(head 128, stages 2);
 /// Head sizes up to 160.
-pub type D160 = SplitKv<20, 1>;
+pub type D160 = shape!(head 160, stages 1);
 /// Head sizes up to 192.
-pub type D192 = SplitKv<24, 1>;
+pub type D192 = shape!(head 192, stages 1);
 /// Head sizes up to 224.
-pub type D224 = SplitKv<28, 1>;
+pub type D224 = shape!(head 224, stages 1);
 /// Head sizes up to 256.
-pub type D256 = SplitKv<32, 1>;
+pub type D256 = shape!(head 256, stages 1);
 
 /// Head sizes up to 64, with a bias or a mask.
-pub type MaskedD64 = SplitKv<8, 2, true>;
+pub type MaskedD64 = shape!(head 64, stages 2, masked true);
 /// Head sizes up to 128, with a bias or a mask.
-pub type MaskedD128 = SplitKv<16, 2, true>;
+pub type MaskedD128 = shape!(head 128, stages 2, masked true);
 /// Head sizes up to 256, with a bias or a mask.
-pub type MaskedD256 = SplitKv<32, 1, true>;
+pub type MaskedD256 = shape!(head 256, stages 1, masked true);
 
 /// Grid of a call.
 pub fn grid(p: &AttentionParams) -> [u32; 3] {

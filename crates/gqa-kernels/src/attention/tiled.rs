@@ -86,37 +86,46 @@ pub struct Tiled<
 // hold two CTAs. Two 16-row MMA tiles per warp halve the reads of K and V from shared memory; from
 // 192 columns on, their accumulators would not fit the registers.
 
+/// The kernel type of a shape: head size, query rows of a warp, keys of a tile, threads of a CTA, and
+/// whether there is a bias or a mask.
+macro_rules! shape {
+    (head $head:literal, warp_rows $rows:literal, keys $keys:literal, threads $threads:literal
+     $(, masked $masked:literal)?) => {
+        Tiled<{ $rows / 16 }, { $head / 8 }, { $keys / 8 }, $threads $(, $masked)?>
+    };
+}
+
 /// Head sizes up to 32.
-pub type D32 = Tiled<2, 4, 8, 128>;
+pub type D32 = shape!(head 32, warp_rows 32, keys 64, threads 128);
 /// Head sizes up to 64.
-pub type D64 = Tiled<2, 8, 8, 128>;
+pub type D64 = shape!(head 64, warp_rows 32, keys 64, threads 128);
 /// Head sizes up to 80.
-pub type D80 = Tiled<2, 10, 8, 128>;
+pub type D80 = shape!(head 80, warp_rows 32, keys 64, threads 128);
 /// Head sizes up to 96.
-pub type D96 = Tiled<2, 12, 8, 128>;
+pub type D96 = shape!(head 96, warp_rows 32, keys 64, threads 128);
 /// Head sizes up to 128.
-pub type D128 = Tiled<2, 16, 6, 128>;
+pub type D128 = shape!(head 128, warp_rows 32, keys 48, threads 128);
 /// Head sizes up to 128, with longer key tiles.
-pub type D128Long = Tiled<2, 16, 8, 128>;
+pub type D128Long = shape!(head 128, warp_rows 32, keys 64, threads 128);
 /// Head sizes up to 160.
-pub type D160 = Tiled<2, 20, 4, 128>;
+pub type D160 = shape!(head 160, warp_rows 32, keys 32, threads 128);
 /// Head sizes up to 192.
-pub type D192 = Tiled<1, 24, 8, 128>;
+pub type D192 = shape!(head 192, warp_rows 16, keys 64, threads 128);
 /// Head sizes up to 192, one CTA per SM.
-pub type TallD192 = Tiled<1, 24, 8, 256>;
+pub type TallD192 = shape!(head 192, warp_rows 16, keys 64, threads 256);
 /// Head sizes up to 224.
-pub type D224 = Tiled<1, 28, 8, 128>;
+pub type D224 = shape!(head 224, warp_rows 16, keys 64, threads 128);
 /// Head sizes up to 256.
-pub type D256 = Tiled<1, 32, 8, 128>;
+pub type D256 = shape!(head 256, warp_rows 16, keys 64, threads 128);
 /// Head sizes up to 256, one CTA per SM.
-pub type TallD256 = Tiled<1, 32, 8, 256>;
+pub type TallD256 = shape!(head 256, warp_rows 16, keys 64, threads 256);
 
 /// Head sizes up to 64, with a bias or a mask.
-pub type MaskedD64 = Tiled<2, 8, 8, 128, true>;
+pub type MaskedD64 = shape!(head 64, warp_rows 32, keys 64, threads 128, masked true);
 /// Head sizes up to 128, with a bias or a mask.
-pub type MaskedD128 = Tiled<2, 16, 4, 128, true>;
+pub type MaskedD128 = shape!(head 128, warp_rows 32, keys 32, threads 128, masked true);
 /// Head sizes up to 256, with a bias or a mask.
-pub type MaskedD256 = Tiled<1, 32, 8, 128, true>;
+pub type MaskedD256 = shape!(head 256, warp_rows 16, keys 64, threads 128, masked true);
 
 /// Grid of a call whose kernel has tiles of `rows` rows.
 pub fn grid(p: &AttentionParams, rows: u32) -> [u32; 3] {

@@ -39,18 +39,25 @@ pub struct TiledF32<
 // Every warp has one 16-row MMA tile: two would read K and V half as often, but these kernels are
 // bound by products, not by reads.
 
+/// The kernel type of a shape: head size, keys of a tile, threads of a CTA. A warp has 16 rows.
+macro_rules! shape {
+    (head $head:literal, keys $keys:literal, threads $threads:literal) => {
+        TiledF32<1, { $head / 8 }, { $head / 4 }, { $keys / 8 }, $threads>
+    };
+}
+
 /// Head sizes up to 32.
-pub type D32 = TiledF32<1, 4, 8, 8, 128>;
+pub type D32 = shape!(head 32, keys 64, threads 128);
 /// Head sizes up to 64.
-pub type D64 = TiledF32<1, 8, 16, 6, 128>;
+pub type D64 = shape!(head 64, keys 48, threads 128);
 /// Head sizes up to 80.
-pub type D80 = TiledF32<1, 10, 20, 8, 128>;
+pub type D80 = shape!(head 80, keys 64, threads 128);
 /// Head sizes up to 96.
-pub type D96 = TiledF32<1, 12, 24, 8, 128>;
+pub type D96 = shape!(head 96, keys 64, threads 128);
 /// Head sizes up to 128.
-pub type D128 = TiledF32<1, 16, 32, 6, 128>;
+pub type D128 = shape!(head 128, keys 48, threads 128);
 /// Head sizes up to 192.
-pub type D192 = TiledF32<1, 24, 48, 2, 128>;
+pub type D192 = shape!(head 192, keys 16, threads 128);
 
 impl<const M: usize, const D8: usize, const UNITS: usize, const N8: usize, const THREADS: u32>
     TiledF32<M, D8, UNITS, N8, THREADS>

@@ -187,10 +187,10 @@ pub(super) struct Arrival {
     pub(super) full: u32,
 }
 
-/// A tile shape: `D` columns, `N` keys, `G` consumer warpgroups; per thread `C` registers of
-/// scores, `W` of packed P (half as many for e4m3 operands) and `O` of output, one for every two
-/// columns of V and four more if the tensor cores sum P; `M` stages of mask tiles, or 0 without a
-/// mask; whole KV ranges or `SPLITS`; K and V as elements or, with `CODES`, as quantized values.
+/// A tile shape: `D` columns of Q and K, `N` keys, `G` consumer warpgroups; per thread `C` registers
+/// of scores, `W` of packed P and `O` of output; `M` stages of mask tiles, or 0 without a mask; work
+/// tiles over all their keys or over `SPLITS`; K and V as elements or, with `CODES`, as quantized
+/// values. The macro `shape!` derives the registers.
 pub struct Hopper<
     const D: u32,
     const N: u32,
@@ -203,50 +203,77 @@ pub struct Hopper<
     const CODES: bool,
 >;
 
+/// The kernel type of a shape: head size of keys, and of values if that differs; keys of a tile;
+/// consumer warpgroups; bytes of an operand element; columns of ones behind V with which the tensor
+/// cores sum P; pipeline stages of mask tiles; whether keys are split; whether a cache is quantized.
+macro_rules! shape {
+    (head $head:literal, $($rest:tt)*) => { shape!(@ $head, $head, $($rest)*) };
+    (heads $head:literal and $values:literal, $($rest:tt)*) => {
+        shape!(@ $head, $values, $($rest)*)
+    };
+    (@ $head:literal, $values:literal, keys $keys:literal, warpgroups $groups:literal
+     $(, operand_bytes $bytes:literal)? $(, sum_columns $sums:literal)?
+     $(, mask_stages $mask:literal)? $(, splits $splits:ident)? $(, quantized $codes:literal)?) => {
+        Hopper<
+            $head,
+            $keys,
+            $groups,
+            { $keys / 2 },
+            { $keys * shape!(@or 2 $(, $bytes)?) / 8 },
+            { ($values + shape!(@or 0 $(, $sums)?)) / 2 },
+            { shape!(@or 0 $(, $mask)?) },
+            { shape!(@or false $(, $splits)?) },
+            { shape!(@or false $(, $codes)?) },
+        >
+    };
+    (@or $default:literal) => { $default };
+    (@or $default:literal, $given:tt) => { $given };
+}
+
 /// Head sizes up to 64. The tensor cores sum P because the mainloop is bound by instruction issue.
-pub type D64 = Hopper<64, 128, 3, 64, 32, 36, 0, false, false>;
+pub type D64 = shape!(head 64, keys 128, warpgroups 3, sum_columns 8);
 /// Head sizes up to 64 for short prefills, which fill tiles of fewer rows better.
-pub type D64Short = Hopper<64, 128, 2, 64, 32, 36, 0, false, false>;
+pub type D64Short = shape!(head 64, keys 128, warpgroups 2, sum_columns 8);
 /// Head sizes up to 64 with sums of unrounded P: for calls that return a log-sum-exp, and for
 /// splits, whose epilogue needs more registers than three warpgroups have.
-pub type D64Exact<const SPLITS: bool> = Hopper<64, 128, 2, 64, 32, 32, 0, SPLITS, false>;
+pub type D64Exact<const SPLITS: bool> = shape!(head 64, keys 128, warpgroups 2, splits SPLITS);
 /// Head sizes up to 80.
-pub type D80 = Hopper<80, 96, 3, 48, 24, 40, 0, false, false>;
+pub type D80 = shape!(head 80, keys 96, warpgroups 3);
 /// Head sizes up to 80 for short prefills.
-pub type D80Short = Hopper<80, 128, 2, 64, 32, 40, 0, false, false>;
+pub type D80Short = shape!(head 80, keys 128, warpgroups 2);
 /// Head sizes up to 96.
-pub type D96 = Hopper<96, 96, 3, 48, 24, 48, 0, false, false>;
+pub type D96 = shape!(head 96, keys 96, warpgroups 3);
 /// Head sizes up to 96 for short prefills.
-pub type D96Short = Hopper<96, 128, 2, 64, 32, 48, 0, false, false>;
+pub type D96Short = shape!(head 96, keys 128, warpgroups 2);
 /// Head sizes up to 128.
-pub type D128<const SPLITS: bool> = Hopper<128, 128, 2, 64, 32, 64, 0, SPLITS, false>;
+pub type D128<const SPLITS: bool> = shape!(head 128, keys 128, warpgroups 2, splits SPLITS);
 /// Head sizes up to 128 for many keys that all rows see: fewer, larger tiles.
-pub type D128Long = Hopper<128, 176, 2, 88, 44, 64, 0, false, false>;
+pub type D128Long = shape!(head 128, keys 176, warpgroups 2);
 /// Head sizes up to 160.
-pub type D160 = Hopper<160, 128, 2, 64, 32, 80, 0, false, false>;
+pub type D160 = shape!(head 160, keys 128, warpgroups 2);
 /// Head sizes up to 192.
-pub type D192<const SPLITS: bool> = Hopper<192, 128, 2, 64, 32, 96, 0, SPLITS, false>;
+pub type D192<const SPLITS: bool> = shape!(head 192, keys 128, warpgroups 2, splits SPLITS);
 /// Keys of up to 192 and values of up to 128, as latent attention has them in prefill.
-pub type D192V128 = Hopper<192, 128, 2, 64, 32, 64, 0, false, false>;
+pub type D192V128 = shape!(heads 192 and 128, keys 128, warpgroups 2);
 /// Head sizes up to 224.
-pub type D224 = Hopper<224, 64, 2, 32, 16, 112, 0, false, false>;
+pub type D224 = shape!(head 224, keys 64, warpgroups 2);
 /// Head sizes up to 256.
-pub type D256<const SPLITS: bool> = Hopper<256, 64, 2, 32, 16, 128, 0, SPLITS, false>;
+pub type D256<const SPLITS: bool> = shape!(head 256, keys 64, warpgroups 2, splits SPLITS);
 /// Head sizes up to 128, e4m3 operands. The tensor cores sum the rounded P, so that a rounding
 /// error common to a row's P cancels in the quotient.
-pub type Float8D128 = Hopper<128, 128, 2, 64, 16, 68, 0, false, false>;
+pub type Float8D128 = shape!(head 128, keys 128, warpgroups 2, operand_bytes 1, sum_columns 8);
 /// Head sizes up to 256, e4m3 operands.
-pub type Float8D256 = Hopper<256, 64, 2, 32, 8, 132, 0, false, false>;
+pub type Float8D256 = shape!(head 256, keys 64, warpgroups 2, operand_bytes 1, sum_columns 8);
 /// Head sizes up to 64, over a quantized cache.
-pub type QuantizedD64 = Hopper<64, 128, 2, 64, 32, 32, 0, false, true>;
+pub type QuantizedD64 = shape!(head 64, keys 128, warpgroups 2, quantized true);
 /// Head sizes up to 128, over a quantized cache.
-pub type QuantizedD128 = Hopper<128, 128, 2, 64, 32, 64, 0, false, true>;
+pub type QuantizedD128 = shape!(head 128, keys 128, warpgroups 2, quantized true);
 /// Head sizes up to 64, with a mask.
-pub type MaskedD64 = Hopper<64, 128, 2, 64, 32, 32, 2, false, false>;
+pub type MaskedD64 = shape!(head 64, keys 128, warpgroups 2, mask_stages 2);
 /// Head sizes up to 128, with a mask.
-pub type MaskedD128 = Hopper<128, 128, 2, 64, 32, 64, 2, false, false>;
+pub type MaskedD128 = shape!(head 128, keys 128, warpgroups 2, mask_stages 2);
 /// Head sizes up to 256, with a mask.
-pub type MaskedD256 = Hopper<256, 64, 2, 32, 16, 128, 2, false, false>;
+pub type MaskedD256 = shape!(head 256, keys 64, warpgroups 2, mask_stages 2);
 
 impl<
     const D: u32,
