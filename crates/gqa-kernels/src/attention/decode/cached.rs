@@ -1,5 +1,4 @@
-//! What a cache holds of keys and values: elements as they are, or [quantized
-//! values](super::Quantized values).
+//! What a cache stores: elements as they are, or [quantized values](super::Codes).
 
 use crate::num::MmaElement;
 use crate::params::DecodeParams;
@@ -9,31 +8,31 @@ use crate::tile::fragment::Fragments;
 use crate::tile::swizzle::{Swizzled, WarpRead};
 use bytemuck::Pod;
 
-/// A way to hold rows; elements hold themselves.
+/// How a cache stores rows. Elements implement it for caches that are not quantized.
 pub trait Cached: Copy {
     /// Type of queries and new rows.
     type Element: MmaElement;
-    /// What the tensor cores multiply.
+    /// Operand type of the tensor cores.
     type Operand: MmaElement;
-    /// What pointers to the cache count.
+    /// Element type of pointers to the cache.
     type Cell: Pod;
-    /// How a call's cache holds numbers: format and scales of quantized values.
+    /// Format and scales of the call's quantized values.
     type Coding: Copy;
-    /// A thread's part of the scales.
+    /// The scales that a thread loads.
     type Scale;
 
-    /// Channels in 16 bits: of so many, side by side, the products make as many columns in as many
-    /// blocks.
+    /// Channels per 16 bits of the cache. The products put so many adjacent channels into different
+    /// column blocks ([`first_channel`]).
     const GROUP: u32;
 
-    /// Whether scores of eight query rows have keys as rows, as in [`flipped`](crate::tile::flipped).
+    /// Whether S of eight query rows is transposed, as in [`flipped`](crate::tile::flipped).
     const FLIPS: bool;
 
-    /// Whether each row of the cache has scales of its own.
+    /// Whether the call has per-token scales.
     fn by_row(coding: Self::Coding) -> bool;
 
-    /// Asks for the part of one of `threads` threads of the scales of a KV head; of columns that
-    /// heads of that size have not they are `other`.
+    /// Starts loading this thread's part of a KV head's scales, out of `threads` threads. Columns
+    /// past `head_size` get `other`.
     fn load_scales(
         coding: Self::Coding,
         p: &DecodeParams,
@@ -43,11 +42,11 @@ pub trait Cached: Copy {
         threads: u32,
     ) -> Self::Scale;
 
-    /// Leaves it where the block can read it.
+    /// Stores the loaded scales in shared memory.
     fn stage_scales(scale: Self::Scale, staging: ScaleStaging, threads: u32);
 
-    /// Makes of `tokens` new rows, rotated, what the cache holds; others may read it behind
-    /// [`prepare`](Self::prepare).
+    /// Encodes `tokens` rotated new tokens as the cache stores them. Other threads may read them
+    /// after [`prepare`](Self::prepare).
     fn encode<const D8: usize, const UNITS: usize>(
         coding: Self::Coding,
         tiles: &Tiles<Self, D8, UNITS>,
@@ -56,8 +55,8 @@ pub trait Cached: Copy {
         block: Block,
     );
 
-    /// Makes operands of the queries, rotated, and lets the block read what anyone has encoded.
-    /// Returns what products with them are to be multiplied by.
+    /// Converts the rotated queries to operands, and synchronises the CTA. Returns the factor of
+    /// products with them.
     fn prepare<const D8: usize, const UNITS: usize>(
         coding: Self::Coding,
         tiles: &Tiles<Self, D8, UNITS>,
@@ -65,13 +64,13 @@ pub trait Cached: Copy {
         block: Block,
     ) -> f32;
 
-    /// Scores of a lane's rows that products have too much.
+    /// Score bias of the offset integer encoding, subtracted from S.
     fn zero_scores<const M: usize, const HALVES: usize, const D8: usize>(
         coding: Self::Coding,
         queries: impl Fn(usize) -> [[[u32; 2]; M]; 2],
     ) -> [[f32; 2]; M];
 
-    /// As [`columns::scores`], or flipped.
+    /// As [`columns::scores`], or transposed.
     fn scores<const M: usize, const HALVES: usize, const UNITS: usize, const N8: usize>(
         coding: Self::Coding,
         queries: impl Fn(usize) -> [[[u32; 2]; M]; 2],
@@ -95,14 +94,14 @@ pub trait Cached: Copy {
         read: &WarpRead<UNITS>,
     );
 
-    /// Those of the key and the value of that number.
+    /// Per-token scales of key and value number `number`.
     fn row_scales(coding: Self::Coding, number: usize) -> [f32; 2];
 
-    /// Writes those of a new key and value.
+    /// Writes the per-token scales of a new key and value.
     fn store_row_scales(coding: Self::Coding, number: usize, of_row: [f32; 2]);
 
-    /// Multiplies what the lane has accumulated by the scales of its channels, or by `unit` where
-    /// rows have scales.
+    /// Multiplies the lane's accumulators by the scales of its channels, or by `unit` with per-token
+    /// scales.
     fn scale<const M: usize, const D8: usize>(
         coding: Self::Coding,
         out: &mut Columns<M, D8>,
@@ -111,8 +110,8 @@ pub trait Cached: Copy {
     );
 }
 
-/// The channel that the first column of a block of 8 is; from one to the next they are `group`
-/// apart.
+/// The channel of the first column of column block `block`. The channels of its 8 columns are
+/// `group` apart.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) fn first_channel(block: u32, group: u32) -> u32 {
     8 * (block / group) * group + block % group
@@ -130,7 +129,7 @@ pub struct Tiles<C: Cached, const D8: usize, const UNITS: usize> {
     pub(super) cached_values: Swizzled<C::Cell, UNITS>,
 }
 
-/// Sizes of a block.
+/// Sizes of a CTA.
 #[derive(Clone, Copy)]
 pub struct Block {
     /// Query rows.
@@ -141,19 +140,19 @@ pub struct Block {
     pub threads: u32,
 }
 
-/// Where the threads of a block that reads quantized values tell each other: scales of the head's
-/// keys and values, of new rows where each has its own, and a word from each warp.
+/// Shared memory for scales: those of the head's keys and values, per-token scales of new tokens,
+/// and a word from each warp.
 #[derive(Clone, Copy)]
 pub struct ScaleStaging {
     /// Scales of the head's keys, one for each channel.
     pub keys: Shared<f32>,
-    /// Scales of its values.
+    /// Scales of the head's values.
     pub values: Shared<f32>,
-    /// How many of each.
+    /// Number of scales of each.
     pub channels: u32,
     /// One for each warp.
     pub words: Shared<u32>,
-    /// Scales of new keys, and behind those of a tile those of new values.
+    /// Scales of a tile of new keys, then of new values.
     pub rows: Shared<f32>,
 }
 
@@ -165,7 +164,7 @@ impl ScaleStaging {
         4 * (2 * head_size + Self::WORDS + 2 * keys)
     }
 
-    /// The one that starts `bytes` bytes into the block's shared memory.
+    /// At byte offset `bytes` of the CTA's shared memory.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn at(bytes: u32, head_size: u32) -> Self {
         let keys = Shared::at(bytes);

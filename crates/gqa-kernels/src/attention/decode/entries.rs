@@ -1,4 +1,4 @@
-//! The kernels' entries: what each takes, in the order of its parameters.
+//! The kernels' entry functions, with their parameters in order.
 
 use super::exchange::{Output, Splits};
 use super::layout::SideBySide;
@@ -25,8 +25,9 @@ impl<
     P: Products,
 > Decode<D8, UNITS, M, HALVES, N8, WARPS, STAGES, H, P>
 {
-    /// The kernel. `tree_mask`, (batch, S), has a word for each new token or is null; results are
-    /// as `Results` says.
+    /// The kernel for a contiguous KV cache. `tree_mask`, (batch, S), has a word for each new token
+    /// or is null. The output has the type of the first non-null pointer of
+    /// [`Results`](crate::attention::out::Results).
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn run<T: MmaElement>(
         q: Global<T>,
@@ -60,9 +61,9 @@ impl<
         Self::step(new_tokens, seqlens, SideBySide, output, splits, Schedule::none(), tree, p);
     }
 
-    /// The kernel for a quantized KV cache of a format among those of `F`: its tensors are (batch,
-    /// KV head, capacity, bytes of a row), and its scales one, (KV head), (KV head, head size) or
-    /// (batch, KV head, capacity).
+    /// The kernel for a quantized KV cache in one of the formats of `F`. The cache is (batch, KV
+    /// head, capacity, bytes of a row). Scales are one, (KV head), (KV head, head size) or, per
+    /// token, (batch, KV head, capacity).
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn run_quantized<F: MmaCode, T: MmaElement>(
         q: Global<T>,
@@ -102,10 +103,10 @@ impl<
         Self::step(new_tokens, seqlens, SideBySide, output, splits, schedule, tree, p);
     }
 
-    /// The kernel for a paged KV cache, (block, row, KV head, head size), of which `block_table`,
-    /// (batch, blocks of a sequence), gives some to each sequence. `starts`, (batch + 1), tells
-    /// where the tokens of each begin; null: each has one. `tree_mask` has a word for each token of
-    /// all sequences or is null. `schedule` is what [`schedule`](super::schedule()) wrote, or null.
+    /// The kernel for a paged KV cache, (block, row, KV head, head size). `block_table`, (batch,
+    /// blocks of a sequence), lists the blocks of each sequence. `starts` is cu_seqlens, (batch +
+    /// 1), or null if each sequence has one token. `tree_mask` has a word for each token of all
+    /// sequences or is null. `schedule` is written by [`schedule`](super::schedule()), or null.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn run_paged<T: MmaElement>(
         q: Global<T>,
@@ -141,8 +142,8 @@ impl<
         Self::step(new_tokens, seqlens, blocks, output, splits, schedule, tree, p.decode);
     }
 
-    /// The same for a cache whose blocks hold quantized values of a format among those of `F`:
-    /// (block, row, KV head, bytes of a row).
+    /// The same over a quantized cache in one of the formats of `F`: (block, row, KV head, bytes of a
+    /// row).
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn run_paged_quantized<F: MmaCode, T: MmaElement>(
         q: Global<T>,
@@ -188,8 +189,8 @@ impl<
         Self::step(new_tokens, seqlens, blocks, output, splits, schedule, tree, p.decode);
     }
 
-    /// Asserts that rows are those of quantized values of format `F`, and that threads can prepare
-    /// them.
+    /// Asserts that the shape's rows have the size of format `F`, and that the threads suffice to
+    /// convert the queries.
     const fn assert_codes<F: MmaCode>() {
         assert!(128 * UNITS as u32 == Self::HEAD_SIZE * F::BITS);
         assert!(Self::HEAD_SIZE <= quantized::CHANNELS as u32 * Self::THREADS);

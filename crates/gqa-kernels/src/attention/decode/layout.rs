@@ -1,5 +1,5 @@
-//! Where the rows of a cache are, side by side or in [blocks](Blocks), and whether they are as wide
-//! as tiles ([`Whole`]) or [narrower](Padded).
+//! Where the rows of a cache are: contiguous or in the [blocks](Blocks) of a paged KV cache; and
+//! whether heads are as wide as tiles ([`Whole`]) or [narrower](Padded).
 
 use crate::concept::pages::{Length, Sequence};
 use crate::concept::seqlen::{Lengths, Seqlen};
@@ -10,7 +10,7 @@ use crate::tile::rows::Rows;
 use crate::tile::swizzle::{Swizzled, WarpCopy};
 use bytemuck::Pod;
 
-/// What finds the rows of one head.
+/// Finds the cached rows of a head.
 pub trait Layout: Copy {
     /// Whether a row tile may have no rows.
     const MAY_BE_EMPTY: bool;
@@ -18,49 +18,48 @@ pub trait Layout: Copy {
     const MAY_OVERLAP: bool;
     /// Whether lengths may divide the keys of all sequences (`division.rs`).
     const DIVIDES: bool;
-    /// Most rows of a tile, from a multiple of as many on, that are certain to be of one piece.
+    /// Rows of a piece: so many rows, from a multiple of that number on, are always contiguous.
     const PIECE: u32;
     /// Whether heads may have fewer columns than tiles.
     const PADS: bool = false;
-    /// Whether rows may be nowhere, because a table leads outside of the cache. Their keys are
-    /// masked.
+    /// Whether rows may have no block, because the block table points outside of the cache. Their
+    /// keys are masked.
     const MAY_LACK_ROWS: bool = false;
-    /// Where the pieces of a tile are, as far as that is looked up.
+    /// Page offsets: what is looked up to find the pieces of a tile.
     type Offsets: Copy;
 
-    /// Whether heads are too narrow to have that column of tiles: to be asked only of a layout that
-    /// [pads](Self::PADS), so that of others the compiler sees no question.
+    /// Whether a tile's column is past the end of the heads. Call it only if the layout
+    /// [pads](Self::PADS), so that other kernels contain no test.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn is_padding(a: &AttentionParams, column: u32) -> bool {
         column >= a.head_size
     }
 
-    /// The same for a sequence.
+    /// The layout of one sequence.
     fn of_sequence(self, batch: u32) -> Self;
 
-    /// Those of a row tile's rows that there are.
+    /// The rows of a row tile that exist.
     fn rows(self, a: &AttentionParams, rows: Rows) -> Rows;
 
-    /// Lengths of the sequence that has them, of which the device tells `length`.
+    /// The lengths of the sequence, from `lengths` as loaded from device memory.
     fn seqlen(self, a: &AttentionParams, rows: &Rows, lengths: Lengths) -> Seqlen;
 
-    /// Which of the call's query rows of one head the tile's row `r` is, counted through all
-    /// sequences; `None` where the tile has no such row.
+    /// Number of the tile's row `r` among the query rows of its head in all sequences; `None` past
+    /// the last row.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn new_row(self, a: &AttentionParams, rows: &Rows, r: u32) -> Option<usize> {
         let start = if Self::MAY_BE_EMPTY { rows.start } else { rows.batch * a.q_len };
         (r < rows.count()).then(|| (start + rows.row(r).s) as usize)
     }
 
-    /// Where the row of the head at a [place](Self::place) is in a tensor with these strides.
+    /// Element offset of the head's row at a [place](Self::place), in a tensor with these strides.
     fn element(self, cache: Strides, rows: &Rows, place: u32) -> usize;
 
-    /// Among the scales of rows, where each row of the cache has its own, that of the head's first
-    /// row, and how far it is from one row to the next.
+    /// Per-token scales of the head: number of the first row's scale, and the distance between rows.
     fn scales(self, a: &AttentionParams, rows: &Rows) -> (usize, u32);
 
-    /// The place in the cache of a row of the sequence, or nowhere. Where rows have scales it is
-    /// the row's number among these.
+    /// The place of a row of the sequence in the cache, which also numbers per-token scales; not
+    /// [`is_somewhere`](Self::is_somewhere) without a block.
     fn place(self, row: u32) -> u32;
 
     /// Whether a place is a row of the cache.
@@ -69,21 +68,20 @@ pub trait Layout: Copy {
         !Self::MAY_LACK_ROWS || is_somewhere(place)
     }
 
-    /// The place of the first row of a piece, which is row `row`.
+    /// The place of row `row`, the first row of a piece.
     fn place_of(self, offsets: Self::Offsets, piece: u32, row: u32) -> u32;
 
-    /// Whether a piece is nowhere.
+    /// Whether a piece has no block.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn lacks_rows(self, _: Self::Offsets) -> bool {
         false
     }
 
-    /// Looks up where the `rows` rows from `begin` on are, of which those from `end` on may be
-    /// nowhere.
+    /// Looks up the page offsets of `rows` rows from `begin` on. Rows from `end` on need no block.
     fn find(self, begin: u32, end: u32, rows: u32) -> Self::Offsets;
 
-    /// Row `row`, of so many cells, of the head that starts at `source`: the first one of a tile's
-    /// piece of that number.
+    /// Row `row` of the head at `source`, where rows have `cells` cells; it is the first row of piece
+    /// `piece` of a tile.
     fn row<E: Pod>(
         self,
         offsets: Self::Offsets,
@@ -93,7 +91,7 @@ pub trait Layout: Copy {
         cells: u32,
     ) -> Global<E>;
 
-    /// Starts copying a piece from there on: as [`WarpCopy::start`].
+    /// Starts copying a piece, as [`WarpCopy::start`].
     fn start<E: Pod, const UNITS: usize>(
         self,
         lanes: &WarpCopy<UNITS>,
@@ -104,7 +102,7 @@ pub trait Layout: Copy {
     );
 }
 
-/// A head's rows are one piece of memory.
+/// A contiguous cache: the rows of a head lie side by side.
 #[derive(Clone, Copy)]
 pub struct SideBySide;
 
@@ -172,37 +170,36 @@ impl Layout for SideBySide {
     }
 }
 
-/// A paged KV cache, (block, row, KV head, head size) with any strides, of which a table gives some
-/// to each sequence, whose new rows are tokens that lie behind those of the sequence before.
+/// A paged KV cache, (block, row, KV head, head size) with any strides. A block table lists the
+/// blocks of each sequence; the new tokens of all sequences are packed.
 ///
-/// Blocks have a power of two of rows, [`PIECE`](Layout::PIECE) or more, and tiles begin at
-/// multiples of as many, so that each piece of a tile lies in one block. Where that is, is looked
-/// up while the tile before it is on its way: copies that waited for the table would be late.
+/// The rows of a block are a power of two, [`PIECE`](Layout::PIECE) or more, and tiles begin at
+/// multiples of `PIECE`, so each piece of a tile lies in one block. The table is read one tile
+/// ahead, so that copies do not wait for it.
 ///
-/// A table may lead outside of the cache. Of such a piece nothing is read, and tiles have zeros in
-/// its place.
+/// Where the table points outside of the cache, nothing is read, and the piece is zero in the tile.
 #[derive(Clone, Copy)]
 pub struct Blocks {
-    /// Where the tokens of each sequence begin, (batch + 1), or null: each has one.
+    /// cu_seqlens, (batch + 1): where the tokens of each sequence begin; null if each has one.
     starts: Global<i32>,
     /// Tokens of all sequences.
     tokens: u32,
     /// Most tokens of a sequence.
     longest: u32,
-    /// That of the first sequence, behind which those of the others are.
+    /// The block tables of all sequences, or of one.
     table: BlockTable,
     /// Blocks of a sequence.
     per_sequence: u32,
-    /// Cells from one row of a head to the next.
+    /// Distance of two rows of a head, in cells.
     stride: u32,
-    /// Whether the call appends its tokens' rows.
+    /// Whether the call appends its tokens.
     appends: bool,
-    /// Whether lengths count the new tokens.
+    /// Whether the given lengths include the new tokens.
     counts_new: bool,
 }
 
 impl Blocks {
-    /// The table, with the numbers that say how it is read.
+    /// The layout of all sequences.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn new(starts: Global<i32>, table: Global<i32>, p: &PagedDecodeParams) -> Self {
         Self {
@@ -240,7 +237,7 @@ impl Layout for Blocks {
         Self { table: BlockTable { entries, ..self.table }, ..self }
     }
 
-    /// None of a sequence with more tokens than this launch takes.
+    /// No rows if the sequence has more tokens than this launch takes.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn rows(self, a: &AttentionParams, rows: Rows) -> Rows {
         if self.starts.is_null() {
@@ -250,12 +247,12 @@ impl Layout for Blocks {
         let most = self.longest.min(a.capacity);
         let [start, new, cut] = Sequence::tokens(bounds, self.tokens, most);
         let mut rows = rows.among(start, if new <= a.q_len { new } else { 0 });
-        // In place of the rows before them until its length is known.
+        // Stands for the past length until that is known.
         rows.seqlen.past = cut;
         rows
     }
 
-    /// Tokens that are appended have rows, whatever `lengths` are.
+    /// Clamps the lengths so that appended tokens have rows.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn seqlen(self, a: &AttentionParams, rows: &Rows, lengths: Lengths) -> Seqlen {
         let Seqlen { total: new, past: cut } = rows.seqlen;
@@ -323,19 +320,18 @@ impl Layout for Blocks {
     }
 }
 
-/// How heads fill tiles.
+/// Whether heads are as wide as tiles.
 pub trait Heads {
-    /// Whether they may have fewer columns than tiles.
+    /// Whether they may have fewer columns.
     const PAD: bool;
-    /// What finds their rows.
+    /// The layout of such heads over `L`.
     type Over<L: Layout>: Layout;
 
-    /// The same for a call's heads, of which 16 bytes of a row in the cache have `per_unit`
-    /// columns.
+    /// The layout of a call's heads; `per_unit` is the number of columns in 16 bytes of a cache row.
     fn over<L: Layout>(layout: L, a: &AttentionParams, per_unit: u32) -> Self::Over<L>;
 }
 
-/// Heads of as many columns as tiles have.
+/// Heads as wide as tiles.
 pub struct Whole;
 
 impl Heads for Whole {
@@ -348,7 +344,7 @@ impl Heads for Whole {
     }
 }
 
-/// Heads of as many columns or fewer; the others of tiles are zero.
+/// Heads with as many columns or fewer. The remaining columns of tiles are zero.
 pub struct Padded;
 
 impl Heads for Padded {
@@ -361,13 +357,13 @@ impl Heads for Padded {
     }
 }
 
-/// Rows with fewer columns than tiles have.
+/// The layout of heads with fewer columns than tiles.
 #[derive(Clone, Copy)]
 pub struct Narrow<L> {
     layout: L,
-    /// Cells from one row of a head to the next.
+    /// Distance of two rows of a head, in cells.
     stride: u32,
-    /// Units of a row.
+    /// 16-byte units of a row.
     units: u32,
 }
 

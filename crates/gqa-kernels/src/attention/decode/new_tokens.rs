@@ -1,8 +1,7 @@
-//! The rows of this step: queries, and keys and values that the cache does not hold yet.
+//! The rows of this step: queries, and the keys and values that are not in the cache yet.
 //!
-//! They come into shared memory as they are given, by copies that are under way before those of the
-//! cache, of which an SM has so many in flight that whoever asks after them waits longest. Then
-//! they are rotated in place.
+//! They are copied to shared memory and rotated in place. Their copies are issued before those of
+//! the cache: loads queue behind the many that an SM has in flight there.
 
 use super::cached::{Block, Cached, ScaleStaging, Tiles};
 use super::layout::Layout;
@@ -13,7 +12,7 @@ use crate::tile::copy::UNIT;
 use crate::tile::rows::Rows;
 use crate::tile::swizzle::Swizzled;
 
-/// Where the rows of this step come from, and where keys and values go besides shared memory.
+/// The rows of this step in global memory, and the cache that keys and values are appended to.
 pub(super) struct NewTokens<C: Cached> {
     /// Queries, not rotated.
     pub q: Global<C::Element>,
@@ -25,28 +24,27 @@ pub(super) struct NewTokens<C: Cached> {
     pub present_k: Global<C::Cell>,
     /// The value cache.
     pub present_v: Global<C::Cell>,
-    /// For queries and keys.
+    /// Rotary embedding of queries and keys.
     pub rope: Rope<C::Element>,
-    /// How the cache holds them.
+    /// Format and scales of the cache.
     pub coding: C::Coding,
 }
 
-/// Two vectors that turn together, and by how much.
+/// Two vectors that are rotated together, with their angles.
 struct Pair<T> {
     places: [Shared<T>; 2],
     angles: [[u32; 4]; 2],
 }
 
-/// The pairs that a thread rotations, the first of which it has the angles of.
+/// The pairs that a thread rotates. The angles of the first one are loaded ahead.
 pub(super) struct Rotations<T> {
     first: Option<Pair<T>>,
-    /// New keys that turn.
+    /// Number of new keys to rotate.
     keys: u32,
 }
 
 impl<C: Cached> NewTokens<C> {
-    /// Starts copying the queries into their tile, of `height` rows; rows that do not exist become
-    /// zero.
+    /// Starts copying the queries into their tile of `height` rows; rows past the last become zero.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn copy_queries<L: Layout, const D8: usize, const UNITS: usize>(
         &self,
@@ -68,8 +66,8 @@ impl<C: Cached> NewTokens<C> {
         }
     }
 
-    /// Starts copying the new keys and values into their tiles, of `height` rows; rows that are no
-    /// tokens become zero.
+    /// Starts copying the new keys and values into their tiles of `height` rows; rows past the last
+    /// token become zero.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn copy_new<L: Layout, const D8: usize, const UNITS: usize>(
         &self,
@@ -96,7 +94,7 @@ impl<C: Cached> NewTokens<C> {
         }
     }
 
-    /// What the thread rotations of queries and, where the rank has them, new keys.
+    /// The thread's pairs of the queries and, in the rank that has them, of the new keys.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn rotations<const D8: usize, const UNITS: usize>(
         &self,
@@ -109,7 +107,7 @@ impl<C: Cached> NewTokens<C> {
         Rotations { first: self.pair(rows, tiles, keys, thread_idx()), keys }
     }
 
-    /// Rotations them in place.
+    /// Rotates them in place.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn rotate<const D8: usize, const UNITS: usize>(
         &self,
@@ -128,7 +126,7 @@ impl<C: Cached> NewTokens<C> {
         }
     }
 
-    /// Number `i` of the pairs of all queries and of `keys` keys.
+    /// Pair `i` of all queries and of `keys` new keys.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn pair<const D8: usize, const UNITS: usize>(
         &self,
@@ -153,7 +151,7 @@ impl<C: Cached> NewTokens<C> {
         })
     }
 
-    /// Appends the new keys and values that have a place in the cache.
+    /// Appends the new keys and values, except for tokens without a row in the cache.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn append<L: Layout, const D8: usize, const UNITS: usize>(
         &self,
@@ -196,7 +194,7 @@ impl<C: Cached> NewTokens<C> {
     }
 }
 
-/// New rows that are tokens.
+/// Number of new rows that are tokens and not padding.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) fn new_rows(p: &DecodeParams, rows: &Rows) -> u32 {
     p.new_len.min(rows.seqlen.new_rows())

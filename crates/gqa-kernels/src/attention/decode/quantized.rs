@@ -1,20 +1,19 @@
 //! A quantized KV cache.
 //!
-//! Products are those of halves, which hold every code exactly, integers of four bits with 8 too
-//! much: what that adds to scores is subtracted where they begin, and what it adds to a tile's
-//! values behind them.
+//! Operands are float16, which represents every quantized value exactly. 4-bit integers are
+//! converted with an offset of 8: its contribution to S is subtracted before the mainloop, and its
+//! contribution to P·V after each tile.
 //!
-//! A query times the scales of its keys' channels is divided by one power of two for all rows of
-//! the tile, the largest that is not above the tile's largest number, and rounded to a half; scores
-//! are multiplied by that power. What is 2^-14 of the largest or more keeps all bits of a half;
-//! what is below 2^-25 of it becomes zero, which changes a score less than rounding the largest
-//! does. Weights are halves too. Scales of values multiply what a warp has accumulated, in f32.
+//! Queries are multiplied by the per-channel scales of the keys, divided by a power of two and
+//! rounded to float16; S is multiplied by that power. It is the largest power of two that is not
+//! above any query element of the tile, so elements down to 2^-14 of the largest keep all bits of
+//! float16, and elements below 2^-25 of it become zero, which changes S less than rounding the
+//! largest does. P is float16, too. The scales of the values multiply the accumulators, in f32.
 //!
-//! New rows are rotated and rounded to the element type, as queries are, then become quantized
-//! values of their quotients by the scales, which are attended to and appended.
+//! New tokens are rotated and rounded to the element type, like queries. Then they are divided by
+//! the scales and quantized; attention reads the quantized values, as they are appended.
 //!
-//! Where each row of the cache has scales of its own (`row_scales.rs`), scores are multiplied by
-//! those of their keys, and weights by those of their values.
+//! Per-token scales (`row_scales.rs`) multiply S and P instead.
 
 use super::cached::{Block, Cached, ScaleStaging, Tiles, first_channel};
 use crate::concept::scales::{ScalesPer, are_of_rows};
@@ -32,7 +31,7 @@ use crate::tile::quantized::{self, Order};
 use crate::tile::swizzle::{Swizzled, WarpRead};
 use core::marker::PhantomData;
 
-/// Quantized values of a format among those of `F`, of elements of type `T`.
+/// A cache of quantized values in one of the formats of `F`; queries have element type `T`.
 pub struct Codes<T, F>(PhantomData<(T, F)>);
 
 impl<T, F> Clone for Codes<T, F> {
@@ -42,8 +41,8 @@ impl<T, F> Clone for Codes<T, F> {
 }
 impl<T, F> Copy for Codes<T, F> {}
 
-/// What a call's quantized values are. Scales of keys and values are one of each, (KV head), (KV
-/// head, head size) or those of the cache's rows.
+/// Format and scales of a call's quantized values. Keys and values have one scale each, or (KV
+/// head), (KV head, head size), or per-token scales.
 #[derive(Clone, Copy)]
 pub struct Coding<F> {
     /// Scales of keys.
@@ -52,13 +51,13 @@ pub struct Coding<F> {
     v: Global<f32>,
     /// The format.
     code: F,
-    /// Whether scales are those of rows. A constant of the kernel's text once a plan is loaded, as
-    /// the format is, so that the loop asks for neither.
+    /// Whether scales are per token. This and the format become constants of the kernel's text when
+    /// a plan is loaded, so the mainloop tests neither.
     by_row: bool,
 }
 
 impl<F: MmaCode> Coding<F> {
-    /// That of a call with such scales.
+    /// The coding of a call with these scales.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn new(k: Global<f32>, v: Global<f32>, p: &DecodeParams) -> Self {
         Self { k, v, code: F::of(p.format), by_row: are_of_rows(p.scales) }
@@ -122,7 +121,7 @@ impl<T: MmaElement, F: MmaCode> Cached for Codes<T, F> {
         block: Block,
     ) {
         let units = UNITS as u32;
-        // No token's: nothing that makes NaN of a weight of 0.
+        // Rows past the last token: P is 0 there, and NaN times 0 would be NaN.
         for unit in Rolled(thread_idx() + tokens * units..block.keys * units, block.threads) {
             let (row, unit) = (unit / units, unit % units);
             tiles.cached_keys.place(row, unit).store_vec(0, [0; 4]);
@@ -245,8 +244,8 @@ impl<T: MmaElement, F: MmaCode> Cached for Codes<T, F> {
     }
 }
 
-/// Leaves the scales of new rows, and of rows of their tiles that are no token's, where the block
-/// can read them behind a barrier: each warp finds the largest number of rows of its own.
+/// Computes the per-token scales of the new tokens' tiles, padding rows included, and stores them in
+/// shared memory, to be read after a barrier. Each warp reduces whole rows.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn find_row_scales<T: MmaElement, F: MmaCode, const D8: usize, const UNITS: usize>(
     code: F,
@@ -273,7 +272,7 @@ fn find_row_scales<T: MmaElement, F: MmaCode, const D8: usize, const UNITS: usiz
     }
 }
 
-/// As many quantized values as a byte holds.
+/// Encodes the quantized values of a byte.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn encode_byte<T: MmaElement, F: MmaCode>(
     code: F,
@@ -284,10 +283,10 @@ fn encode_byte<T: MmaElement, F: MmaCode>(
     (0..8 / F::BITS).fold(0, |byte, i| byte | of(i)) as u8
 }
 
-/// Channels of which a thread knows the scales at most.
+/// Most channels whose scales a thread loads.
 pub(super) const CHANNELS: usize = 2;
 
-/// Units of queries that a thread prepares at most.
+/// Most 16-byte units of queries that a thread converts.
 pub(super) const PASSES: usize = 4;
 
 /// The thread's units of queries, times the scales of keys.
@@ -308,13 +307,12 @@ impl Scaled {
         }))
     }
 
-    /// The largest power of two that is not above the largest finite number of all threads, but for
-    /// extremes.
+    /// The largest power of two that is not above the largest finite magnitude of all threads,
+    /// clamped to `LEAST..=MOST`.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn unit(&self, staging: ScaleStaging, block: Block) -> f32 {
         const INFINITY: u32 = 0x7f80_0000;
-        /// 2^-64, below which scores cannot tell keys apart, and 2^126, of which the inverse is a
-        /// normal number.
+        /// 2^-64: smaller queries do not distinguish keys. 2^126: its inverse is a normal number.
         const LEAST: u32 = (127 - 64) << 23;
         const MOST: u32 = (127 + 126) << 23;
         let exponents = self.0.as_flattened().iter().map(|x| x.to_bits() & INFINITY);
@@ -333,7 +331,7 @@ impl Scaled {
         f32::from_bits(largest.clamp(LEAST, MOST))
     }
 
-    /// Writes them as operands.
+    /// Writes them as operands, divided by the unit.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn store<F: MmaCode, const D8: usize>(
         self,
@@ -357,7 +355,7 @@ impl Scaled {
     }
 }
 
-/// Row and unit that the thread prepares in a pass.
+/// Row and unit that the thread converts in a pass.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn place_of<const D8: usize>(pass: usize, block: Block) -> Option<(u32, u32)> {
     let unit = thread_idx() + pass as u32 * block.threads;

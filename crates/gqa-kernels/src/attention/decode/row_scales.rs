@@ -1,10 +1,10 @@
-//! Scales of the rows of a quantized KV cache, where each has its own.
+//! Per-token scales of a quantized KV cache.
 //!
-//! A lane asks for those of a tile's key of its number, and of the one 32 further on, a tile ahead
-//! of their use. In the tile they are told to the lanes that have the key's scores. Scores are
-//! multiplied by those of the keys. Weights are halves, so those of the values multiply them
-//! relative to the largest power of two that is not above any so far: where a tile has a larger
-//! one, what was accumulated before is divided by as much as that is larger.
+//! One tile ahead of its use, lane `l` loads the scales of keys `l` and `l + 32` of a tile. Shuffles
+//! then broadcast them to the lanes that hold the scores of these keys. The scales of the keys
+//! multiply S. The scales of the values multiply P, which is float16: they are divided by a power
+//! of two, the *unit*, that grows with the largest scale so far. When it grows, the accumulators
+//! are divided by the growth.
 
 use super::Decode;
 use super::cached::{Cached, ScaleStaging};
@@ -20,22 +20,22 @@ use crate::tile::flipped;
 use crate::tile::fragment::{Fragments, column_of};
 use crate::tile::rows::Rows;
 
-/// Where they are.
+/// Format of the cache, and where new tokens' scales are staged.
 #[derive(Clone, Copy)]
 pub(super) struct RowScales<C: Cached> {
     pub coding: C::Coding,
     pub staging: ScaleStaging,
 }
 
-/// Those of the keys and values of a tile that a lane has asked for.
+/// The scales of a tile that a lane has loaded: of keys and of values, two each.
 pub(super) type OfTile = [[f32; 2]; 2];
 
-/// Of a tile's keys.
+/// Index of the scales of keys in [`OfTile`].
 pub(super) const KEYS: usize = 0;
-/// Of its values.
+/// Index of the scales of values in [`OfTile`].
 pub(super) const VALUES: usize = 1;
 
-/// The unit of weights of which none has been multiplied.
+/// The unit before the first tile.
 pub(super) const LEAST_UNIT: f32 = f32::MIN_POSITIVE;
 
 impl<
@@ -50,7 +50,7 @@ impl<
     P: Products,
 > Decode<D8, UNITS, M, HALVES, N8, WARPS, STAGES, H, P>
 {
-    /// Asks for those of a tile; of rows that there are not, or that are nowhere, they are 0.
+    /// Loads the scales of a tile; 0 for rows past the end or without a block.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn load_row_scales<C: Cached, L: Layout>(
         p: &DecodeParams,
@@ -86,7 +86,7 @@ impl<
         })
     }
 
-    /// Those of the tile of new rows.
+    /// The scales of the tile of new tokens.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn new_row_scales(staging: ScaleStaging) -> OfTile {
         core::array::from_fn(|pass| {
@@ -96,7 +96,7 @@ impl<
         })
     }
 
-    /// Scores, or weights, times those of their keys or values, and a factor.
+    /// Multiplies S or P by the scales of the keys or values, and by a factor.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn times_row_scales<C: Cached>(
         scores: &mut Fragments<M, N8>,
@@ -126,12 +126,11 @@ impl<
         }
     }
 
-    /// The unit of weights times scales of values with those of a tile, in which what was
-    /// accumulated in `unit` is brought.
+    /// The unit that also covers the scales of this tile; brings the accumulators from `unit` to it.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn raise_unit(acc: &mut Columns<M, D8>, of_tile: &OfTile, unit: f32) -> f32 {
         const INFINITY: u32 = 0x7f80_0000;
-        /// 2^126, of which the inverse is a normal number.
+        /// 2^126: its inverse is still a normal number.
         const MOST: u32 = (127 + 126) << 23;
         let exponent = |x: f32| magnitude(x) & INFINITY;
         let of_lane = exponent(of_tile[0][VALUES]).max(exponent(of_tile[1][VALUES]));

@@ -1,14 +1,14 @@
-//! The loop over keys: every warp streams tiles of its own through a ring of its own.
+//! The mainloop over keys: every warp streams its own tiles through its own pipeline stages.
 //!
-//! Copies are groups K_j, V_j, K_{j+1}, …, and the warp waits for the oldest only:
+//! Copy groups are K_j, V_j, K_{j+1}, …, and the warp waits for the oldest only:
 //!
 //! ```text
 //! wait for K_j    S = Q K_jᵀ            then start K_{j+STAGES} in its place
 //! wait for V_j    softmax, O += P V_j   then start V_{j+STAGES} in its place
 //! ```
 //!
-//! The tile of new rows, where the rank has it, comes behind its last tile of old ones and was
-//! never copied.
+//! A rank with new tokens attends to their tile last. They are in shared memory already, so that
+//! tile is not copied.
 
 use super::cached::{Cached, first_channel};
 use super::layout::{Heads, Layout};
@@ -33,7 +33,7 @@ use crate::tile::softmax::{ScoreScale, States, hide, mask, total};
 use crate::tile::swizzle::{Swizzled, WarpCopy, WarpRead};
 use bytemuck::Pod;
 
-/// Most stages of a ring.
+/// Most pipeline stages.
 const MAX_STAGES: usize = 4;
 
 impl<
@@ -48,33 +48,33 @@ impl<
     P: Products,
 > Decode<D8, UNITS, M, HALVES, N8, WARPS, STAGES, H, P>
 {
-    /// Whether queries and accumulators leave so few registers that queries stay in shared memory,
-    /// and lanes find out anew what they otherwise remember.
+    /// Whether queries and accumulators leave so few registers that the queries stay in shared
+    /// memory, and lanes recompute what they otherwise hold.
     pub(super) const IS_TIGHT: bool = M == 2 || is_tight(Self::ROWS / Self::TEAM, D8);
-    /// Warps that share a tile of keys: one, or four, which have 64 rows.
+    /// Warps that share a tile of keys: four with 64 rows, else one.
     pub(super) const TEAM: u32 = if Self::IN_TEAMS { products::TEAM } else { 1 };
-    /// Teams of a block.
+    /// Teams of a CTA.
     pub(super) const TEAMS: u32 = WARPS / Self::TEAM;
-    /// f32 from one row of accumulators to the next: padded against bank conflicts where the ring
-    /// has room.
+    /// Distance of two rows of accumulators in f32: padded against bank conflicts if the stages have
+    /// room.
     pub(super) const ACC_PITCH: u32 = {
         let padded = Self::HEAD_SIZE + UNIT;
         if Self::ROWS * padded * 4 <= Self::RING_BYTES { padded } else { Self::HEAD_SIZE }
     };
 
-    /// Whether scores have keys as rows.
+    /// Whether scores are transposed, with keys as rows.
     pub(super) const fn flips<C: Cached>() -> bool {
         C::FLIPS && flipped::fits(M, HALVES)
     }
 
-    /// Where lanes copy to.
+    /// The shared-memory addresses that lanes copy to.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn lanes<C: Cached>() -> WarpCopy<UNITS> {
         WarpCopy::of(lane(), Self::keys::<C::Cell>(0))
     }
 
-    /// Starts copying the team's first keys before it is known how many there are: those that turn
-    /// out not to exist are masked as all that no query sees. The copies belong to the next group.
+    /// Starts copying the team's first keys before the length is known. Keys past the end are
+    /// masked later, like all keys that no query sees. The copies belong to the next group.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn start_ahead<C: Cached, L: Layout>(
         p: &DecodeParams,
@@ -88,14 +88,14 @@ impl<
         Self::copy_rows(Self::keys(0), cache, cache.k, offsets, begin, end);
     }
 
-    /// Keys that ranks ask for ahead of their time, of all together.
+    /// Number of keys that all ranks together load before they know the length.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn keys_ahead(p: &DecodeParams, place: Place) -> u32 {
         if p.ahead != 0 { place.among().0 * Self::TEAMS * Self::KEYS } else { 0 }
     }
 
-    /// Starts the first copies of the warp; `ahead` if its first keys are on their way. Returns
-    /// whether one of their rows is nowhere.
+    /// Starts the copies of the warp's first tiles; with `ahead`, those of the first keys are in
+    /// flight already. Returns whether one of the tiles has a row without a block.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn start<C: Cached, L: Layout>(
         range: &KvRange,
@@ -103,7 +103,7 @@ impl<
         ahead: bool,
     ) -> bool {
         let tile_of = |slot| range.start(Self::team()) + slot * range.step(Self::TEAMS);
-        // All are looked up before copies wait for the first.
+        // All lookups are in flight before the first copy waits for its own.
         let offsets: [L::Offsets; MAX_STAGES] =
             core::array::from_fn(|slot| Self::find_tile(cache.layout, range, tile_of(slot as u32)));
         let mut lacks_rows = false;
@@ -120,7 +120,7 @@ impl<
         lacks_rows
     }
 
-    /// Whether rows of a tile of the team, of which `offsets` are the warp's part, are nowhere.
+    /// Whether a tile of the team has rows without a block; `offsets` is the warp's part of it.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn tile_lacks_rows<L: Layout>(
         layout: L,
@@ -134,8 +134,8 @@ impl<
         layout.lacks_rows(layout.find(range.begin(tile), range.old_end, Self::KEYS))
     }
 
-    /// Whether the new row that this lane looks up is nowhere. Together a warp's lanes look at each
-    /// block that takes new rows.
+    /// Whether the new token that this lane looks up has no block. Together the lanes of a warp look
+    /// up every block that new tokens are appended to.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn new_row_is_nowhere<L: Layout>(
         p: &DecodeParams,
@@ -152,7 +152,7 @@ impl<
         !layout.is_somewhere(layout.place(range.past + further))
     }
 
-    /// Hides the keys from row `begin` on that are nowhere.
+    /// Masks keys without a block in the tile that starts at row `begin`.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn hide_nowhere<L: Layout, const BLOCKS: usize>(
         a: &AttentionParams,
@@ -163,34 +163,34 @@ impl<
         hide(scores, begin, |row| Self::is_nowhere(a, layout, row));
     }
 
-    /// Whether a row is nowhere.
+    /// Whether a row has no block.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn is_nowhere<L: Layout>(a: &AttentionParams, layout: L, row: u32) -> bool {
         !layout.is_somewhere(layout.place(row.min(a.capacity - 1)))
     }
 
-    /// Looks up where the warp's part of a tile of the team is.
+    /// Looks up the page offsets of the warp's part of a tile.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn find_tile<L: Layout>(layout: L, range: &KvRange, tile: u32) -> L::Offsets {
         Self::find(layout, range.begin(tile), range.old_end)
     }
 
-    /// Looks up where the warp's part of the tile from row `begin` on is, of which rows from `end`
-    /// on may be nowhere.
+    /// Looks up the page offsets of the warp's part of the tile that starts at row `begin`. Rows
+    /// from `end` on need no block.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn find<L: Layout>(layout: L, begin: u32, end: u32) -> L::Offsets {
         let (first, rows) = Self::part();
         layout.find(begin + first, end, rows)
     }
 
-    /// The warp's part of a tile of its team: its first row, and how many.
+    /// The warp's part of a tile: its first row, and the number of rows.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn part() -> (u32, u32) {
         let rows = Self::KEYS / Self::TEAM;
         (warp() % Self::TEAM * rows, rows)
     }
 
-    /// Starts copying a tile, if it is of the rank's share, as a group of its own.
+    /// Starts copying a tile as one group, which is empty if the rank's KV range has no such tile.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn copy<C: Cached, L: Layout>(
         place: Swizzled<C::Cell, UNITS>,
@@ -207,8 +207,8 @@ impl<
         cp_async_commit();
     }
 
-    /// Starts copying the warp's part of the tile whose first row is row `begin` of `source`; rows
-    /// from `end` on become zero.
+    /// Starts copying the warp's part of the tile that starts at row `begin`; rows from `end` on
+    /// become zero.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn copy_rows<C: Cached, L: Layout>(
         place: Swizzled<C::Cell, UNITS>,
@@ -235,10 +235,10 @@ impl<
         }
     }
 
-    /// The warp's part of the rank's share; a product with the prepared queries is to be multiplied
-    /// by `unit`. `lacks_rows` if a row of the first tiles or a new one is nowhere: from the first
-    /// such tile on each is asked again, so that the others need not ask. Where rows have scales,
-    /// what was accumulated is to be multiplied by the number returned last.
+    /// Attends to the warp's tiles. S is the product with the prepared queries, times `unit`.
+    /// `lacks_rows` says whether a row of the first tiles, or a new token, has no block; from the
+    /// first such tile on, every tile is tested. Returns the softmax states, the accumulators, and
+    /// with per-token scales the factor of the accumulators.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn attend<C: Cached, L: Layout>(
         p: &DecodeParams,
@@ -277,22 +277,22 @@ impl<
         let ahead = STAGES * range.step(Self::TEAMS);
         let mut offsets = Self::find_tile(cache.layout, range, tile + ahead);
         lacks_rows |= Self::tile_lacks_rows(cache.layout, range, tile + ahead, offsets);
-        let ask = |tile| Self::load_row_scales(p, rows, range, &cache, coding, tile);
+        let scales_of = |tile| Self::load_row_scales(p, rows, range, &cache, coding, tile);
         let by_row = C::by_row(coding);
-        let (mut asked, mut value_unit) = ([[0.0; 2]; 2], row_scales::LEAST_UNIT);
+        let (mut loaded, mut value_unit) = ([[0.0; 2]; 2], row_scales::LEAST_UNIT);
         if by_row {
-            asked = ask(tile);
+            loaded = scales_of(tile);
         }
         while tile < range.end(Self::team(), Self::TEAMS) {
             let is_new = tile >= range.tiles;
             let begin = if is_new { range.past } else { range.begin(tile) };
             let after = tile + ahead;
-            let mut of_tile = asked;
+            let mut of_tile = loaded;
             if by_row {
                 if is_new {
                     of_tile = Self::new_row_scales(staging);
                 }
-                asked = ask(tile + range.step(Self::TEAMS));
+                loaded = scales_of(tile + range.step(Self::TEAMS));
             }
 
             wait_for_all_but(2 * STAGES - 1);
@@ -369,13 +369,13 @@ impl<
         (states, acc, value_unit)
     }
 
-    /// New keys, unrotated ones no longer.
+    /// The tile of new keys, rotated.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn new_keys<E: Pod>() -> Swizzled<E, UNITS> {
         Self::tile(Self::NEW_TILES, Self::KEYS)
     }
 
-    /// New values.
+    /// The tile of new values.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn new_values<E: Pod>() -> Swizzled<E, UNITS> {
         Self::tile(Self::NEW_TILES + Self::STAGE_BYTES / 2, Self::KEYS)
@@ -394,7 +394,7 @@ impl<
         Self::tile(Self::ring_of(Self::team()) + slot * Self::STAGE_BYTES + half, Self::KEYS)
     }
 
-    /// A tile of rows of `W` units, as the products read it.
+    /// A tile with rows of `W` units, in the layout of the products.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn tile<E: Pod, const W: usize>(bytes: u32, rows: u32) -> Swizzled<E, W> {
         if P::IN_CHUNKS { Swizzled::in_chunks_at(bytes, rows) } else { Swizzled::at(bytes) }
@@ -406,25 +406,25 @@ impl<
         warp() / Self::TEAM
     }
 
-    /// Where row `r` of a team's accumulators is after the loop, in its ring.
+    /// Row `r` of a team's accumulators, which overwrite its stages after the mainloop.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn acc_of(team: u32, r: u32) -> Shared<f32> {
         Shared::at(Self::ring_of(team)).offset(r * Self::ACC_PITCH)
     }
 
-    /// Where the ring of a team starts.
+    /// Shared-memory address of a team's stages.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn ring_of(team: u32) -> u32 {
         Self::RINGS + team * Self::RING_BYTES
     }
 
-    /// Where a team leaves the state of a row.
+    /// A team's softmax state of row `r`.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn state_of(team: u32, r: u32) -> Shared<[f32; 2]> {
         Shared::at(Self::STATES).offset(team * Self::ROWS + r)
     }
 
-    /// Leaves the warp's result where all can read it.
+    /// Stores the warp's result in shared memory for the merge.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn publish<C: Cached>(states: States<M>, acc: &Columns<M, D8>) {
         for m in 0..M {
@@ -454,7 +454,7 @@ impl<
         }
     }
 
-    /// The block's state of row `r`, and the teams' weights in it.
+    /// The CTA's softmax state of row `r`, and each team's factor in it.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn merge_states(r: u32) -> (SoftmaxState, [f32; 16]) {
         let mut state = SoftmaxState::EMPTY;
@@ -475,7 +475,7 @@ impl<
         (state, weights)
     }
 
-    /// What the block accumulated in four columns of row `r`.
+    /// The CTA's sum over its teams of four columns of row `r`.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn merge_columns(r: u32, column: u32, weights: &[f32; 16]) -> [f32; 4] {
         let mut sums = [0.0; 4];
