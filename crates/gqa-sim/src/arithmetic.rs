@@ -207,6 +207,12 @@ pub fn multiply_add(a: u32, b: u32, c: u32) -> u32 {
     a.wrapping_mul(b).wrapping_add(c)
 }
 
+/// The bits of `a` where the mask has ones, and those of `b` elsewhere (`lop3`).
+#[inline]
+pub fn select_bits(mask: u32, a: u32, b: u32) -> u32 {
+    a & mask | b & !mask
+}
+
 /// Widens two e4m3 values to f16, the first in the low half. Exact. SM 90.
 pub fn e4m3x2_to_f16x2(x: u16) -> u32 {
     let [low, high] = x.to_le_bytes();

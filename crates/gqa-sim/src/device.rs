@@ -10,7 +10,7 @@ pub use crate::arithmetic::{
     bf16_high_to_f32, bf16_low_to_f32, bf16_to_f32, constant_of_bf16, constant_of_f16,
     e4m3x2_to_f16x2, exp2, f16_high_to_f32, f16_low_to_f32, f16_to_f32, f32_to_bf16, f32_to_f16,
     f32x2_to_bf16x2, f32x2_to_e4m3x2, f32x2_to_f16x2, f32x4_to_e4m3x4, fma, fma_f16x2, log2, max,
-    max_u16x2, mul_f16x2, multiply_add, prmt, rcp, rsqrt, sub_f16x2,
+    max_u16x2, mul_f16x2, multiply_add, prmt, rcp, rsqrt, select_bits, sub_f16x2,
 };
 pub use crate::cluster::{
     cluster_arrive, cluster_arrive_relaxed, cluster_rank, cluster_size, cluster_wait, ld_peer,

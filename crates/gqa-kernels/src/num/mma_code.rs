@@ -9,7 +9,7 @@
 
 use super::code::{Bits4, Bits8, Code, Float4, Float8, Int4, Int8};
 use crate::simt::{
-    e4m3x2_to_f16x2, fma_f16x2, hidden_one, mul_f16x2, multiply_add, prmt, sub_f16x2,
+    e4m3x2_to_f16x2, fma_f16x2, hidden_one, mul_f16x2, multiply_add, prmt, select_bits, sub_f16x2,
 };
 
 /// A format whose quantized values become halves.
@@ -166,14 +166,19 @@ impl Float4 {
         codes & SIGNS | codes >> 3 & SIZES
     }
 
-    /// The same of the code in the lower half of each byte, moved by multiplications.
+    /// [`halves`](MmaCode::halves) by multiplications: of four codes a word has signs and sizes
+    /// where halves have them, with other bits between.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn upper_bytes_of_lower(codes: u32) -> u32 {
-        const SIGNS: u32 = 0x0808_0808;
-        const SIZES: u32 = 0x0707_0707;
-        let one = hidden_one();
-        let sizes = multiply_add(codes & SIZES, one << 1, 0);
-        multiply_add(codes & SIGNS, one << 4, sizes)
+    fn multiplied(codes: u32) -> [u32; 4] {
+        const SIGNS: u32 = 0x8080_8080;
+        /// Signs and sizes in the upper and in the lower bytes of two halves.
+        const UPPER: u32 = 0x8e00_8e00;
+        const LOWER: u32 = 0x008e_008e;
+        let moved = |word: u32, bits: u32| multiply_add(word, hidden_one() << bits, 0);
+        let even = select_bits(SIGNS, moved(codes, 4), moved(codes, 1));
+        let odd = select_bits(SIGNS, codes, codes >> 3);
+        let lower = |bytes: u32| moved(bytes & LOWER, 8);
+        [lower(even), lower(odd), even & UPPER, odd & UPPER]
     }
 }
 
@@ -191,12 +196,10 @@ impl MmaCode for Float4 {
     }
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn halves(self, codes: u32, multiplies: bool) -> [u32; 4] {
-        let even = if multiplies {
-            Self::upper_bytes_of_lower(codes)
-        } else {
-            Self::upper_bytes(codes << 4)
-        };
-        let odd = Self::upper_bytes(codes);
+        if multiplies {
+            return Self::multiplied(codes);
+        }
+        let (even, odd) = (Self::upper_bytes(codes << 4), Self::upper_bytes(codes));
         [
             prmt(even, 0, Self::EVEN_BYTES),
             prmt(odd, 0, Self::EVEN_BYTES),

@@ -541,6 +541,9 @@ arithmetic! {
     /// The lower bits of `a·b + c`, in the pipe of multiplications if `b` is a multiple of
     /// [`hidden_one`].
     multiply_add(a: reg32 u32, b: reg32 u32, c: reg32 u32) -> reg32 u32 = "mad.lo.u32 {}, {}, {}, {};";
+    /// The bits of `a` where the mask has ones, and those of `b` elsewhere. LLVM would make other
+    /// instructions of it where a mask follows.
+    select_bits(mask: reg32 u32, a: reg32 u32, b: reg32 u32) -> reg32 u32 = "lop3.b32 {}, {}, {}, {}, 0xca;";
     /// Converts two e4m3 values to f16, the first in the low half. Exact. SM 89.
     e4m3x2_to_f16x2(x: reg16 u16) -> reg32 u32 = "cvt.rn.f16x2.e4m3x2 {}, {};";
 }
