@@ -4,6 +4,7 @@ use super::decision::{Decision, Rejection};
 use super::families::FAMILIES;
 use super::family::{Call, Choice, Family};
 use super::requirements;
+use super::trust::{Trust, is_proven};
 use crate::problem::Problem;
 use gqa_kernels::registry::{self, Entry, entries};
 use gqa_tensor::{Error, Result};
@@ -41,6 +42,7 @@ pub(super) fn consider(family: &'static dyn Family, call: &Call<'_>) -> Result<C
     if let Some(option) = off.next() {
         return Err(Rejection::Disabled { switch: option.variable() });
     }
+    distrusts(family, call)?;
     if let Some(forced) = call.forced.filter(|forced| forced.family != family.module()) {
         return Err(Rejection::NotForced { forced: forced.name });
     }
@@ -50,6 +52,17 @@ pub(super) fn consider(family: &'static dyn Family, call: &Call<'_>) -> Result<C
     takes_latent(family, call.problem)?;
     takes_values(family, call.problem)?;
     Ok(Choice { family, kernel: family.choose(call)? })
+}
+
+/// Families may not be trusted on the GPU, unless a kernel of them is forced.
+fn distrusts(family: &dyn Family, call: &Call<'_>) -> Result<(), Rejection> {
+    let (options, sm) = (call.options, call.device.sm);
+    let module = family.module();
+    let proven = options.trust != Trust::None || is_proven(module, sm) || call.forced.is_some();
+    match proven && !options.distrusted.contains(&module) {
+        true => Ok(()),
+        false => Err(Rejection::Distrusted { sm }),
+    }
 }
 
 /// Few families write quantized output.

@@ -15,6 +15,11 @@ pub enum Rejection {
         /// The switch.
         switch: &'static str,
     },
+    /// Its kernels are not trusted on the GPU: GQA_TRUST=none, or their test.
+    Distrusted {
+        /// The GPU's compute capability, times ten.
+        sm: u32,
+    },
     /// The kernel multiplies float8e4m3fn.
     Float8Products,
     /// Another kernel is forced.
@@ -199,6 +204,9 @@ impl fmt::Display for Rejection {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Disabled { switch } => write!(f, "switched off by {switch}"),
+            Self::Distrusted { sm } => {
+                write!(f, "not trusted on this GPU of compute capability {}", capability(*sm))
+            }
             Self::Float8Products => write!(f, "the call does not allow float8 products"),
             Self::NotForced { forced } => write!(f, "GQA_FORCE={forced}"),
             Self::ElementType { got } => write!(f, "does not take {got}"),

@@ -3,6 +3,7 @@
 use super::families::FAMILIES;
 use super::family::Family;
 use super::options::{Fold, PlanOption, PlanOptions, is_cluster, is_splits};
+use super::trust::Trust;
 use gqa_tensor::{Error, Result};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Mutex, PoisonError};
@@ -43,7 +44,7 @@ impl Variable {
 }
 
 /// Every variable.
-pub static TABLE: [Variable; 8] = [
+pub static TABLE: [Variable; 9] = [
     Variable {
         option: PlanOption::DisableFlashAttention,
         alias: Some("ORT_DISABLE_FLASH_ATTENTION"),
@@ -112,6 +113,21 @@ pub static TABLE: [Variable; 8] = [
                 "0" => Fold::Off,
                 "layer" => Fold::Layer,
                 "call" => Fold::Call,
+                _ => return None,
+            };
+            Some(())
+        },
+    },
+    Variable {
+        option: PlanOption::Trust,
+        alias: None,
+        values: "all, tested or none",
+        meaning: "on GPUs of another compute capability than 9.0, on which the project ran: use all kernels untested; test a kernel at its first use, and use it where it agrees with simpler ones (the default); or use these alone, `general` and `unfused`",
+        set: |s, v| {
+            s.trust = match v {
+                "all" => Trust::All,
+                "tested" => Trust::Tested,
+                "none" => Trust::None,
                 _ => return None,
             };
             Some(())
@@ -293,6 +309,10 @@ mod tests {
         for (value, fold) in [("0", Fold::Off), ("layer", Fold::Layer), ("call", Fold::Call)] {
             assert_eq!(read(&[("GQA_FOLD", value)]).unwrap().fold, fold);
         }
+        for (value, trust) in [("all", Trust::All), ("none", Trust::None), ("tested", Trust::Tested)]
+        {
+            assert_eq!(read(&[("GQA_TRUST", value)]).unwrap().trust, trust);
+        }
         for (name, value) in [
             ("GQA_SPLITS", "0"),
             ("GQA_SPLITS", "129"),
@@ -301,6 +321,7 @@ mod tests {
             ("ORT_DISABLE_FUSED_KV", "yes"),
             ("GQA_FORCE", "no_such_kernel"),
             ("GQA_FOLD", "1"),
+            ("GQA_TRUST", "some"),
         ] {
             let message = read(&[(name, value)]).unwrap_err().to_string();
             assert!(message.contains(name) && message.contains(value), "{message}");

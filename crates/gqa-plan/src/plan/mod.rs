@@ -62,6 +62,7 @@ mod sliding;
 #[cfg(test)]
 mod tests;
 mod tree_mask;
+mod trust;
 
 pub use cascade::candidates;
 pub use compose::plan;
@@ -76,6 +77,7 @@ pub use launch::{Arg, Launch, Plan, TensorMap};
 pub use options::{Fold, PlanOption, PlanOptions};
 pub use planner::Planner;
 pub use positions::{Positions, positions};
+pub use trust::{Doubts, Prover, Trust, is_proven};
 
 pub use crate::tensors::{TensorId, TensorSpec, Tensors};
 pub use device::capability;

@@ -1,6 +1,8 @@
 //! Options by which a caller overrides the planner.
 
+use super::trust::Trust;
 use gqa_kernels::attention::{decode::MAX_RANKS, split_kv::MAX_SPLITS};
+use gqa_kernels::registry::Family;
 use gqa_tensor::{Error, Result};
 
 /// Manual choices, against the planner's.
@@ -22,6 +24,10 @@ pub struct PlanOptions {
     pub force: Option<&'static str>,
     /// GQA_FOLD
     pub fold: Fold,
+    /// GQA_TRUST
+    pub trust: Trust,
+    /// Families that are not to be used on the GPU, whatever [`trust`](Self::trust) says.
+    pub distrusted: Vec<Family>,
 }
 
 /// Which kernel parameters are folded into the kernels' text as constants when a plan is loaded.
@@ -58,6 +64,8 @@ pub enum PlanOption {
     Force,
     /// GQA_FOLD
     Fold,
+    /// GQA_TRUST
+    Trust,
 }
 
 impl PlanOption {
@@ -72,6 +80,7 @@ impl PlanOption {
             Self::Cluster => "GQA_CLUSTER",
             Self::Force => "GQA_FORCE",
             Self::Fold => "GQA_FOLD",
+            Self::Trust => "GQA_TRUST",
         }
     }
 }
@@ -108,9 +117,11 @@ impl PlanOptions {
             PlanOption::DisableFlashDecode => self.disable_flash_decode,
             PlanOption::DisableMemoryEfficientAttention => self.disable_memory_efficient_attention,
             PlanOption::DisableFusedKv => self.disable_fused_kv,
-            PlanOption::Splits | PlanOption::Cluster | PlanOption::Force | PlanOption::Fold => {
-                false
-            }
+            PlanOption::Splits
+            | PlanOption::Cluster
+            | PlanOption::Force
+            | PlanOption::Fold
+            | PlanOption::Trust => false,
         }
     }
 }

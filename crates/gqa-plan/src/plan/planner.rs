@@ -4,6 +4,7 @@ use super::compose::plan;
 use super::device::DeviceInfo;
 use super::launch::Plan;
 use super::options::PlanOptions;
+use super::trust::{Prover, plan_proven};
 use crate::limits::MAX_COUNT;
 use crate::problem::{Pages, Problem, ProblemFields};
 use gqa_tensor::Result;
@@ -27,6 +28,7 @@ use std::sync::{Arc, PoisonError, RwLock};
 pub struct Planner {
     device: DeviceInfo,
     options: PlanOptions,
+    prover: Option<Arc<dyn Prover>>,
     plans: RwLock<HashMap<Problem, Kept>>,
     /// Counts look-ups.
     clock: AtomicU64,
@@ -46,7 +48,12 @@ const LEAST_LEN: usize = 256;
 impl Planner {
     /// No plans yet.
     pub fn new(device: DeviceInfo, options: PlanOptions) -> Self {
-        Self { device, options, plans: RwLock::default(), clock: AtomicU64::new(0) }
+        Self { device, options, prover: None, plans: RwLock::default(), clock: AtomicU64::new(0) }
+    }
+
+    /// Plans without kernels that the prover doubts.
+    pub fn proven_by(self, prover: Arc<dyn Prover>) -> Self {
+        Self { prover: Some(prover), ..self }
     }
 
     /// The plan for a call; for a known shape the same one, without allocating memory.
@@ -54,6 +61,19 @@ impl Planner {
     /// # Errors
     /// As [`plan`](super::plan).
     pub fn plan(&self, problem: &Problem) -> Result<Arc<Plan>> {
+        self.plan_when(problem, true)
+    }
+
+    /// As [`plan`](Self::plan), inside of a graph capture, where no kernel can be tested: those
+    /// that would have to be are left out.
+    ///
+    /// # Errors
+    /// As [`plan`](Self::plan).
+    pub fn plan_in_capture(&self, problem: &Problem) -> Result<Arc<Plan>> {
+        self.plan_when(problem, false)
+    }
+
+    fn plan_when(&self, problem: &Problem, may_test: bool) -> Result<Arc<Plan>> {
         let problem = rounded(problem)?;
         let now = self.clock.fetch_add(1, Ordering::Relaxed);
         let plans = self.plans.read().unwrap_or_else(PoisonError::into_inner);
@@ -62,8 +82,18 @@ impl Planner {
             return Ok(Arc::clone(&kept.plan));
         }
         drop(plans);
-        let plan = Arc::new(plan(&problem, &self.device, &self.options)?);
-        Ok(self.keep(problem, plan, now))
+        let (plan, lasts) = self.make(&problem, may_test)?;
+        Ok(if lasts { self.keep(problem, plan, now) } else { plan })
+    }
+
+    /// A new plan, and whether it may be kept.
+    fn make(&self, problem: &Problem, may_test: bool) -> Result<(Arc<Plan>, bool)> {
+        let (device, options) = (&self.device, &self.options);
+        let (plan, lasts) = match &self.prover {
+            None => (plan(problem, device, options)?, true),
+            Some(prover) => plan_proven(problem, device, options, &**prover, may_test)?,
+        };
+        Ok((Arc::new(plan), lasts))
     }
 
     /// Inserts a plan and returns the one in the map: another thread may have inserted one for the

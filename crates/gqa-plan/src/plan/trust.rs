@@ -1,0 +1,198 @@
+//! Which kernels are trusted on which GPUs.
+//!
+//! Every family ran on Hopper GPUs and was compared there. On others a family was simulated and
+//! assembled at most. So where a plan for such a GPU has kernels of a family that is not proven
+//! there, a [`Prover`] says which of them agree with simpler ones on this very GPU, by small calls
+//! of its own; those that do not are left out of the plan.
+
+use super::compose::plan;
+use super::device::DeviceInfo;
+use super::launch::Plan;
+use super::options::PlanOptions;
+use crate::problem::Problem;
+use gqa_kernels::registry::{Entry, Family, Role};
+use gqa_tensor::{Error, Result};
+
+/// Which kernels may be used on GPUs that the project never ran on.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Trust {
+    /// All, untested.
+    All,
+    /// Those that agree with simpler ones on the GPU, which are tested at their first use.
+    #[default]
+    Tested,
+    /// Only the simplest, which are what others are compared with.
+    None,
+}
+
+/// The families that were run and compared on GPUs of a compute capability, times ten.
+static PROVEN: [(u32, &[Family]); 1] = [(90, &Family::ALL)];
+
+/// What others are compared with, and what computes where none of them is trusted.
+const PLAIN: [Family; 3] = [Family::Prologue, Family::General, Family::Unfused];
+
+/// Whether kernels of the family need no test on GPUs of that compute capability, times ten.
+pub fn is_proven(family: Family, sm: u32) -> bool {
+    let has = |&(proven, families): &(u32, &[Family])| proven == sm && families.contains(&family);
+    PLAIN.contains(&family) || PROVEN.iter().any(has)
+}
+
+/// Kernels of a plan that are not known to be right, by their families.
+#[derive(Clone, Debug, Default)]
+pub struct Doubts {
+    /// Kernels of them were tested, and are wrong or do not end.
+    pub wrong: Vec<Family>,
+    /// Kernels of them could not be tested, or not now.
+    pub untested: Vec<Family>,
+}
+
+/// Tests kernels on a GPU, or remembers how they did.
+pub trait Prover: Send + Sync {
+    /// What is to be said against the plan's kernels that are not [proven](is_proven). Tests those
+    /// that it does not know, if it may: inside of a graph capture it must not.
+    fn doubts(&self, plan: &Plan, may_test: bool) -> Doubts;
+}
+
+impl Plan {
+    /// The attention kernels of families that are not [proven](is_proven) on the plan's GPU, each
+    /// once.
+    pub fn unproven(&self) -> Vec<&'static Entry> {
+        let mut entries: Vec<&'static Entry> = Vec::new();
+        for launch in self.launches() {
+            let entry = launch.entry();
+            let attends = matches!(entry.role, Role::Attention | Role::SplitAttention);
+            let is_new = entries.iter().all(|known| known.name != entry.name);
+            if attends && is_new && !is_proven(entry.family, self.device().sm) {
+                entries.push(entry);
+            }
+        }
+        entries
+    }
+}
+
+/// As [`plan`](super::plan()), without the kernels that the prover doubts; and whether a later call
+/// would find the same, which is not so where a test has to wait.
+pub(super) fn plan_proven(
+    problem: &Problem,
+    device: &DeviceInfo,
+    given: &PlanOptions,
+    prover: &dyn Prover,
+    may_test: bool,
+) -> Result<(Plan, bool)> {
+    let mut options = given.clone();
+    let mut lasts = true;
+    loop {
+        let plan = plan(problem, device, &options)?;
+        let asks = options.trust == Trust::Tested && options.force.is_none();
+        if !asks || plan.unproven().is_empty() {
+            return Ok((plan, lasts));
+        }
+        let Doubts { wrong, untested } = prover.doubts(&plan, may_test);
+        lasts &= untested.is_empty() || may_test;
+        let doubted: Vec<Family> = wrong.into_iter().chain(untested).collect();
+        if doubted.is_empty() {
+            return Ok((plan, lasts));
+        }
+        if let Some(again) = doubted.iter().find(|family| options.distrusted.contains(family)) {
+            let reason = format!("{} is not trusted on this GPU, and is chosen", again.name());
+            return Err(Error::NoKernel(reason));
+        }
+        options.distrusted.extend(doubted);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::engine::{Dense, Heads, Layer};
+    use crate::plan::{Decision, Planner, Rejection};
+    use gqa_tensor::DType;
+    use std::sync::{Arc, Mutex};
+
+    fn step() -> Problem {
+        let layer = Layer::new(DType::BF16, Heads { query: 8, kv: 2, size: 128 });
+        layer.dense(Dense::decode(2, 3000).longest(2000)).unwrap()
+    }
+
+    fn device(name: &str) -> DeviceInfo {
+        DeviceInfo::known(name).unwrap()
+    }
+
+    /// Doubts of some families, and what it was asked.
+    #[derive(Default)]
+    struct Told {
+        wrong: Vec<Family>,
+        asked: Mutex<Vec<&'static str>>,
+    }
+
+    impl Prover for Told {
+        fn doubts(&self, plan: &Plan, may_test: bool) -> Doubts {
+            let families = plan.unproven().into_iter().map(|entry| entry.family);
+            let families: Vec<_> = families.collect();
+            self.asked.lock().unwrap().extend(families.iter().map(|family| family.name()));
+            let is_wrong = |family: &Family| self.wrong.contains(family);
+            let (wrong, others) = families.into_iter().partition(is_wrong);
+            Doubts { wrong, untested: if may_test { Vec::new() } else { others } }
+        }
+    }
+
+    fn planner(device: DeviceInfo, options: PlanOptions, wrong: &[Family]) -> (Planner, Arc<Told>) {
+        let told = Arc::new(Told { wrong: wrong.to_vec(), ..Told::default() });
+        (Planner::new(device, options).proven_by(told.clone()), told)
+    }
+
+    fn families(plan: &Plan) -> Vec<&'static str> {
+        plan.launches().iter().map(|launch| launch.entry().family.name()).collect()
+    }
+
+    #[test]
+    fn on_hopper_nothing_is_asked() {
+        let (planner, told) = planner(DeviceInfo::h200(), PlanOptions::default(), &Family::ALL);
+        assert_eq!(families(&planner.plan(&step()).unwrap()), ["decode"]);
+        assert!(told.asked.lock().unwrap().is_empty());
+    }
+
+    #[test]
+    fn a_family_that_is_wrong_is_replaced_by_the_next_one() {
+        let b200 = || (device("b200"), PlanOptions::default());
+        let (all_right, _) = planner(b200().0, b200().1, &[]);
+        assert_eq!(families(&all_right.plan(&step()).unwrap()), ["decode"]);
+        let (some, told) = planner(b200().0, b200().1, &[Family::Decode, Family::Tiled]);
+        let plan = some.plan(&step()).unwrap();
+        assert_eq!(families(&plan), ["prologue", "split_kv", "split_kv"]);
+        assert!(Arc::ptr_eq(&some.plan(&step()).unwrap(), &plan));
+        assert_eq!(*told.asked.lock().unwrap(), ["decode", "split_kv"]);
+        let of_decode = |decision: &&Decision| decision.family == Family::Decode;
+        let outcome = plan.decisions().iter().find(of_decode).unwrap().outcome.clone();
+        assert_eq!(outcome.unwrap_err(), Rejection::Distrusted { sm: 100 });
+        let (none, _) = planner(b200().0, b200().1, &Family::ALL);
+        assert_eq!(families(&none.plan(&step()).unwrap()), ["prologue", "general"]);
+    }
+
+    #[test]
+    fn in_a_capture_the_plan_is_not_kept() {
+        let (planner, _) = planner(device("rtx4090"), PlanOptions::default(), &[]);
+        let plan = planner.plan_in_capture(&step()).unwrap();
+        assert_eq!(families(&plan), ["prologue", "general"]);
+        let tested = planner.plan(&step()).unwrap();
+        assert_eq!(families(&tested), ["decode"]);
+        assert!(Arc::ptr_eq(&planner.plan_in_capture(&step()).unwrap(), &tested));
+    }
+
+    #[test]
+    fn the_option_and_forced_kernels_override() {
+        let (a100, all) = (device("a100"), &Family::ALL);
+        let with = |trust, force| PlanOptions { trust, force, ..PlanOptions::default() };
+        let planned = |options| {
+            let (planner, told) = planner(a100.clone(), options, all);
+            let families = families(&planner.plan(&step()).unwrap());
+            assert!(told.asked.lock().unwrap().is_empty());
+            families
+        };
+        assert_eq!(planned(with(Trust::All, None)), ["decode"]);
+        assert_eq!(planned(with(Trust::None, None)), ["prologue", "general"]);
+        let forced = Some("gqa_decode_bf16_d128_r8");
+        assert_eq!(planned(with(Trust::Tested, forced)), ["decode"]);
+        assert_eq!(planned(with(Trust::None, forced)), ["decode"]);
+    }
+}

@@ -1,0 +1,82 @@
+//! Kernels whose waits end.
+//!
+//! A kernel waits for barriers in shared memory by asking again and again. Where what it waits for
+//! never comes, it hangs, and with it the program that launched it. [`bound`] writes a kernel that
+//! asks no longer than some time after it began and then goes on, with whatever is in memory: its
+//! results are wrong, but it ends. What tests a kernel on a GPU that it never ran on launches that
+//! text; all others launch the text as it is shipped, which this costs nothing.
+
+use std::fmt::Write;
+
+/// As the kernels end such a wait: `simt/nvptx/mbarrier.rs` of gqa-kernels.
+const AGAIN: &str = "@!done bra WAIT;";
+/// Its question.
+const ASKED: &str = "mbarrier.try_wait.";
+/// Its register.
+const DECLARED: &str = ".reg .pred done;";
+
+/// The text of a single kernel whose waits for barriers in shared memory end `nanoseconds` after a
+/// thread began, less than 4 seconds; as it is where there are none. Barriers of a whole CTA or
+/// cluster, which the hardware keeps, are waited for as before.
+pub fn bound(ptx: &str, nanoseconds: u32) -> String {
+    if !ptx.contains(ASKED) {
+        return ptx.to_owned();
+    }
+    let late = format!(
+        "mov.u32 now, %globaltimer_lo; sub.u32 now, now, begun; setp.gt.u32 late, now, \
+         {nanoseconds}; or.pred done, done, late; {AGAIN}"
+    );
+    let mut bounded = String::with_capacity(ptx.len() + ptx.len() / 16);
+    let mut is_entry = false;
+    for line in ptx.split_inclusive('\n') {
+        is_entry |= line.contains(".entry ");
+        if line.contains(ASKED) {
+            let declared = format!("{DECLARED} .reg .pred late; .reg .b32 now;");
+            bounded.push_str(&line.replacen(DECLARED, &declared, 1).replacen(AGAIN, &late, 1));
+            continue;
+        }
+        bounded.push_str(line);
+        if is_entry && line.trim_end() == "{" {
+            is_entry = false;
+            let begun = "\t.reg .b32 begun;\n\tmov.u32 begun, %globaltimer_lo;";
+            let _ = writeln!(bounded, "{begun}");
+        }
+    }
+    bounded
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const KERNEL: &str = "\
+.version 8.0
+.visible .entry k(
+\t.param .b64 k_param_0
+)
+{
+\t.reg .b32 %r<3>;
+\t{ .reg .pred done; WAIT: mbarrier.try_wait.parity.shared::cta.b64 done, [%r1], %r2; @!done bra WAIT; }
+\tret;
+}
+";
+
+    #[test]
+    fn a_wait_ends_some_time_after_the_kernel_began() {
+        let bounded = bound(KERNEL, 5_000);
+        let wait = "{ .reg .pred done; .reg .pred late; .reg .b32 now; \
+                    WAIT: mbarrier.try_wait.parity.shared::cta.b64 done, [%r1], %r2; \
+                    mov.u32 now, %globaltimer_lo; sub.u32 now, now, begun; \
+                    setp.gt.u32 late, now, 5000; or.pred done, done, late; @!done bra WAIT; }";
+        assert!(bounded.contains(wait), "{bounded}");
+        let begins = "{\n\t.reg .b32 begun;\n\tmov.u32 begun, %globaltimer_lo;\n\t.reg .b32 %r<3>;";
+        assert!(bounded.contains(begins), "{bounded}");
+        assert_eq!(bounded.matches("begun;\n").count(), 1);
+    }
+
+    #[test]
+    fn a_kernel_that_never_waits_stays_as_it_is() {
+        let other = KERNEL.replace("mbarrier.try_wait", "mbarrier.test_wait");
+        assert_eq!(bound(&other, 5_000), other);
+    }
+}
