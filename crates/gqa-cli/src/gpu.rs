@@ -5,7 +5,7 @@ use std::sync::Arc;
 use anyhow::{Context, Result};
 use gqa_host::Problem;
 use gqa_host::driver::{Call, Device, DeviceTensor, Stream};
-use gqa_host::plan::{Plan, PlanOptions, Planner, TensorId, plan};
+use gqa_host::plan::{Plan, PlanOptions, Planner, TensorId};
 
 use crate::shape::Tensors;
 
@@ -28,12 +28,12 @@ impl Gpu {
 
     /// The plan of a call.
     pub fn plan(&self, problem: &Problem) -> Result<Arc<Plan>> {
-        Ok(plan(problem, self.device.info(), &self.options)?.into())
+        Ok(self.device.plan(problem, &self.options)?)
     }
 
     /// Makes plans as [`plan`](Self::plan) does, and keeps them.
     pub fn planner(&self) -> Planner {
-        Planner::new(self.device.info().clone(), self.options.clone())
+        self.device.planner(self.options.clone())
     }
 
     /// A call with its tensors on the GPU. What kernels should write is filled with NaN first.

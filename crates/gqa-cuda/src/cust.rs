@@ -18,7 +18,7 @@ impl TryFrom<&cust::context::Context> for Device {
     fn try_from(context: &cust::context::Context) -> Result<Self, DriverError> {
         raw::start()?;
         // SAFETY: the context lives as long as it is borrowed.
-        let ordinal = unsafe { Context::borrow(context.as_raw().cast()) }?.ordinal();
+        let ordinal = unsafe { Context::borrow(context.as_raw().cast()) }?.device().unsigned_abs();
         Self::open(ordinal)
     }
 }

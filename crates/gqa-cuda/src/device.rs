@@ -3,7 +3,7 @@
 use super::deferred::Compile;
 use super::error::{CudaVersion, DriverError};
 use super::kernel::Kernel;
-use super::modules::Modules;
+use super::modules::{Modules, Rewrite};
 use super::raw::context::{Context, Entered, Properties};
 use super::raw::{self, Failure, report};
 use super::sys::RawContext;
@@ -45,13 +45,12 @@ struct Inner {
 }
 
 impl Inner {
-    fn new(context: Context, version: CudaVersion) -> Result<Self, DriverError> {
+    fn new(context: Context, modules: Modules) -> Result<Self, DriverError> {
         let properties = context.properties()?;
         if properties.sm < 70 {
             let Properties { name, sm, .. } = properties;
             return Err(DriverError::UnsupportedDevice { name, sm });
         }
-        let modules = Modules::new(version);
         let memory_bytes = properties.memory_bytes;
         Ok(Self { modules, context, info: info(properties), memory_bytes })
     }
@@ -102,9 +101,22 @@ impl Device {
             inner.context.keep_as(context);
             return Ok(Self(inner));
         }
-        let inner = Arc::new(Inner::new(context, version)?);
+        let inner = Arc::new(Inner::new(context, Modules::new(version))?);
         open.push(Arc::downgrade(&inner));
         Ok(Self(inner))
+    }
+
+    /// The same GPU through a context of its own, for kernels whose texts are changed. A kernel that
+    /// does not end keeps that context from being dropped, and no other one from its work.
+    pub(super) fn apart(&self, rewrite: Rewrite) -> Result<Self, DriverError> {
+        let context = Context::create(self.0.context.device())?;
+        let modules = Modules::new(self.0.modules.version()).rewritten(rewrite);
+        Ok(Self(Arc::new(Inner::new(context, modules)?)))
+    }
+
+    /// The version of the driver.
+    pub(super) fn version(&self) -> CudaVersion {
+        self.0.modules.version()
     }
 
     /// What the planner needs to know of the GPU.

@@ -121,6 +121,7 @@ impl Code {
     pub(super) const NO_DEVICE: Self = Self(100);
     pub(super) const INVALID_DEVICE: Self = Self(101);
     pub(super) const UNSUPPORTED_PTX_VERSION: Self = Self(222);
+    pub(super) const NOT_READY: Self = Self(600);
 
     /// Whether a kernel that ran made the context unusable.
     pub(super) fn is_kernel_fault(self) -> bool {

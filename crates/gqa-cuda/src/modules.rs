@@ -118,6 +118,17 @@ impl Shipped {
     }
 }
 
+/// The PTX that devices of that compute capability, times ten, get of an entry.
+pub(super) fn text(
+    entry: &'static Entry,
+    sm: u32,
+    driver: CudaVersion,
+) -> Result<String, DriverError> {
+    let missing = DriverError::MissingKernel { entry: entry.name, sm };
+    let text = Shipped::find(entry, sm, driver)?.ptx(entry.name);
+    text.ok().flatten().ok_or(missing)
+}
+
 /// The text of a file. The last one is kept, because a layer's kernels are often of one file.
 fn unpacked(packed: &'static [u8]) -> std::io::Result<Arc<str>> {
     static LAST: Mutex<Option<(&[u8], Arc<str>)>> = Mutex::new(None);
@@ -142,9 +153,14 @@ type Key = (&'static str, &'static str, Constants);
 /// loaded, because a captured graph may launch them as long as the device exists.
 const MOST_FOLDED: usize = 256;
 
+/// Another text of a kernel, of which this is the name.
+pub(super) type Rewrite = Box<dyn Fn(&str, String) -> String + Send + Sync>;
+
 /// The loaded kernels of a device: a module for each kernel and each set of its constants.
 pub(super) struct Modules {
     version: CudaVersion,
+    /// What texts are changed by before they are assembled.
+    rewrite: Option<Rewrite>,
     places: Mutex<HashMap<Key, Place>>,
     deferred: Mutex<HashMap<Key, Arc<Deferred>>>,
     /// Folded texts that the driver did not take.
@@ -154,7 +170,16 @@ pub(super) struct Modules {
 impl Modules {
     pub(super) fn new(version: CudaVersion) -> Self {
         let (places, deferred, refused) = Default::default();
-        Self { version, places, deferred, refused }
+        Self { version, rewrite: None, places, deferred, refused }
+    }
+
+    /// Assembles other texts than the shipped ones.
+    pub(super) fn rewritten(self, rewrite: Rewrite) -> Self {
+        Self { rewrite: Some(rewrite), ..self }
+    }
+
+    pub(super) fn version(&self) -> CudaVersion {
+        self.version
     }
 
     /// The kernel for compute capability `sm`, times ten, which is the device's or an older one;
@@ -241,7 +266,7 @@ impl Modules {
         let started = std::time::Instant::now();
         let missing = || DriverError::MissingKernel { entry: entry.name, sm };
         let name = CString::new(entry.name).map_err(|_| missing())?;
-        let loaded = load(shipped, &name, constants, self.version)?;
+        let loaded = load(shipped, &name, constants, self)?;
         let (code, function) = loaded.ok_or_else(missing)?;
         let cluster = if Capability::Clusters.is_of(sm) { entry.max_cluster } else { 1 };
         // SAFETY: the function was just loaded.
@@ -283,7 +308,7 @@ fn load(
     shipped: &Shipped,
     name: &CStr,
     constants: &Constants,
-    version: CudaVersion,
+    modules: &Modules,
 ) -> Result<Option<(Loaded, RawFunction)>, DriverError> {
     let rejected = |code, log| DriverError::PtxRejected { module: shipped.name(), code, log };
     let unreadable =
@@ -296,10 +321,14 @@ fn load(
         true => text,
         false => gqa_ptx::fold(&text, entry, constants),
     };
+    let text = match &modules.rewrite {
+        None => text,
+        Some(rewrite) => rewrite(entry, text),
+    };
     let text = CString::new(text).map_err(|error| unreadable(&error))?;
     raw::module::load(&text, name).map(Some).map_err(|(Failure { code, .. }, log)| match code {
         Code::UNSUPPORTED_PTX_VERSION => DriverError::DriverTooOld {
-            have: version,
+            have: modules.version,
             need: shipped.needs(),
             module: shipped.name(),
         },

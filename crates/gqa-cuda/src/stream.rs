@@ -99,6 +99,26 @@ impl Stream {
         })
     }
 
+    /// Whether all work in the stream is done.
+    pub(super) fn is_done(&self) -> Result<bool> {
+        self.with(|| {
+            // SAFETY: the stream lives.
+            unsafe { raw::stream::is_done(self.raw) }
+        })
+    }
+
+    /// Whether what is put into the stream is captured in a graph. Then plans are those of
+    /// [`Planner::plan_in_capture`](gqa_plan::plan::Planner::plan_in_capture).
+    ///
+    /// # Errors
+    /// Where the driver cannot tell.
+    pub fn is_captured(&self) -> Result<bool> {
+        self.with(|| {
+            // SAFETY: the stream lives.
+            unsafe { raw::stream::is_captured(self.raw) }
+        })
+    }
+
     /// Seconds that the GPU takes for the work that `work` enqueues; waits for it.
     ///
     /// # Errors

@@ -147,6 +147,9 @@ functions! {
 
     cuDevicePrimaryCtxRetain(context: *mut RawContext, device: Ordinal);
     cuDevicePrimaryCtxRelease_v2(device: Ordinal);
+    cuCtxCreate_v2(context: *mut RawContext, flags: c_uint, device: Ordinal);
+    cuCtxDestroy_v2(context: RawContext);
+    cuCtxPopCurrent_v2(context: *mut RawContext);
     cuCtxGetCurrent(context: *mut RawContext);
     cuCtxSetCurrent(context: RawContext);
     cuCtxGetDevice(device: *mut Ordinal);
@@ -169,6 +172,7 @@ functions! {
     cuStreamCreateWithPriority(stream: *mut RawStream, flags: c_uint, priority: c_int);
     cuStreamDestroy_v2(stream: RawStream);
     cuStreamSynchronize(stream: RawStream);
+    cuStreamQuery(stream: RawStream);
     cuStreamWaitEvent(stream: RawStream, event: RawEvent, flags: c_uint);
     cuStreamGetCtx(stream: RawStream, context: *mut RawContext);
     cuStreamIsCapturing(stream: RawStream, status: *mut c_int);

@@ -7,7 +7,7 @@ use cudarc::driver::{CudaContext, CudaSlice, DevicePtr, DevicePtrMut};
 use gqa_host::DType::{F16, I32};
 use gqa_host::driver::{Device, DeviceView, Stream, Views, Workspace};
 use gqa_host::engine::{Dense, Heads, Layer};
-use gqa_host::plan::{PlanOptions, Planner, TensorId};
+use gqa_host::plan::{PlanOptions, TensorId};
 use half::f16;
 
 const PAST: usize = 1000;
@@ -28,7 +28,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
 
     // One plan for all decode steps: lengths are read on the GPU.
     let layer = Layer::new(F16, Heads { query: 32, kv: 8, size: 128 });
-    let planner = Planner::new(device.info().clone(), PlanOptions::from_env()?);
+    let planner = device.planner(PlanOptions::from_env()?);
     let step = device.load(planner.plan(&layer.dense(Dense::decode(1, CAPACITY))?)?)?;
 
     let noise = |n: usize| (0..n).map(|i| f16::from_f32((i as f32).sin())).collect::<Vec<_>>();

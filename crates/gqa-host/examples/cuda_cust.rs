@@ -9,7 +9,7 @@ use cust::stream::StreamFlags;
 use gqa_host::DType;
 use gqa_host::driver::{Device, DeviceView, Stream, Views, Workspace};
 use gqa_host::engine::{Dense, Heads, Layer};
-use gqa_host::plan::{PlanOptions, TensorId, plan};
+use gqa_host::plan::{PlanOptions, TensorId};
 use std::sync::Arc;
 
 const PAST: usize = 1000;
@@ -30,7 +30,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let cache = [1, 8, CAPACITY, 128];
     let layer = Layer::new(DType::F32, Heads { query: 32, kv: 8, size: 128 });
     let problem = layer.dense(Dense::decode(1, CAPACITY))?;
-    let step = device.load(plan(&problem, device.info(), &PlanOptions::from_env()?)?)?;
+    let step = device.load(device.plan(&problem, &PlanOptions::from_env()?)?)?;
 
     let wave = |n: usize| (0..n).map(|i| (i as f32).sin()).collect::<Vec<_>>();
     let buffer = |n: usize| DeviceBuffer::from_slice(&wave(n));

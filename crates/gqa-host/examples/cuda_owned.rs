@@ -4,7 +4,7 @@
 
 use gqa_host::driver::{Call, Device, Stream};
 use gqa_host::op::{GroupQueryAttention, Shapes};
-use gqa_host::plan::{PlanOptions, TensorId, plan};
+use gqa_host::plan::{PlanOptions, TensorId};
 use gqa_host::{CacheBinding, DType, Tensor, TensorDesc};
 use half::f16;
 use ndarray::{Array3, arr1};
@@ -39,7 +39,7 @@ fn main() -> gqa_host::Result<()> {
         GroupQueryAttention::new(32, 8).problem_from_shapes(&shapes, CacheBinding::Shared)?;
 
     // Allocates every tensor of the problem and the workspace; later steps allocate nothing.
-    let call = Call::new(&device, plan(&problem, device.info(), &PlanOptions::from_env()?)?)?;
+    let call = Call::new(&device, device.plan(&problem, &PlanOptions::from_env()?)?)?;
     let stream = Stream::new(&device)?;
     call.upload(TensorId::Query, &query, &stream)?;
     call.upload(TensorId::Key, &key, &stream)?;

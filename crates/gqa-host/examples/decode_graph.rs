@@ -6,7 +6,7 @@
 
 use gqa_host::driver::{Call, Device, Graph, Stream};
 use gqa_host::engine::{Dense, Heads, Layer};
-use gqa_host::plan::{PlanOptions, TensorId, plan};
+use gqa_host::plan::{PlanOptions, TensorId};
 use gqa_host::{DType, Tensor};
 use half::bf16;
 use ndarray::{Array3, arr1};
@@ -32,8 +32,7 @@ fn main() -> gqa_host::Result<()> {
     let layer = Layer::new(DType::BF16, Heads { query: 32, kv: 8, size: 128 });
     let problem = layer.dense(Dense::decode(1, CAPACITY))?;
     let stream = Stream::new(&device)?;
-    let call =
-        Arc::new(Call::new(&device, plan(&problem, device.info(), &PlanOptions::from_env()?)?)?);
+    let call = Arc::new(Call::new(&device, device.plan(&problem, &PlanOptions::from_env()?)?)?);
     let mut graph = Graph::capture(&stream, std::slice::from_ref(&call))?;
 
     let (mut seconds, mut checksum) = (0.0, 0.0);

@@ -53,9 +53,9 @@ impl Cuda {
         if problem.is_empty() {
             return Ok(());
         }
-        let loaded = self.gpu.loaded(problem)?;
-        let plan = loaded.plan();
         let queue = self.queue(context.stream()?)?;
+        let loaded = self.gpu.loaded(problem, &queue.stream)?;
+        let plan = loaded.plan();
         // The plan's problem may have rounded lengths, but its tensors are those of the call.
         let spares = Spares::of(plan, made);
         let bytes = spares.bytes + plan.workspace_bytes();
@@ -155,16 +155,19 @@ impl Gpu {
             return Ok(gpu);
         }
         let device = Device::open(ordinal)?;
-        let planner = Planner::new(device.info().clone(), PlanOptions::from_env()?);
+        let planner = device.planner(PlanOptions::from_env()?);
         let (loaded, queues) = (Mutex::default(), Mutex::default());
         let gpu = Arc::new(Self { device, planner, loaded, queues });
         open.push((ordinal, Arc::downgrade(&gpu)));
         Ok(gpu)
     }
 
-    /// The plan for a call, on the device.
-    fn loaded(&self, problem: &Problem) -> Result<Arc<LoadedPlan>, Error> {
-        let plan = self.planner.plan(problem)?;
+    /// The plan for a call in that stream, on the device.
+    fn loaded(&self, problem: &Problem, stream: &Stream) -> Result<Arc<LoadedPlan>, Error> {
+        let plan = match stream.is_captured()? {
+            true => self.planner.plan_in_capture(problem)?,
+            false => self.planner.plan(problem)?,
+        };
         let key = Arc::as_ptr(&plan) as usize;
         if let Some(loaded) = locked(&self.loaded).get(&key) {
             return Ok(Arc::clone(loaded));

@@ -12,6 +12,7 @@ pub mod engine;
 pub mod limits;
 pub mod plan;
 mod problem;
+pub mod sample;
 mod tensors;
 
 pub use gqa_tensor::{DType, Error, Result, TensorDesc};

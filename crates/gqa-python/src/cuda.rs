@@ -36,7 +36,7 @@ impl Gpu {
     fn new(py: Python<'_>, ordinal: u32) -> PyResult<Self> {
         let opened = py.detach(|| {
             let device = Device::open(ordinal)?;
-            let planner = Planner::new(device.info().clone(), PlanOptions::from_env()?);
+            let planner = device.planner(PlanOptions::from_env()?);
             Ok(Inner { ordinal, device, planner, streams: Mutex::default() })
         });
         opened.map(Arc::new).map(Self).map_err(raised)
@@ -102,12 +102,15 @@ impl Gpu {
     }
 
     /// The plan for a call, with its kernels compiled: with the constants of its layer at once, or
-    /// once such calls were launched often.
-    #[pyo3(signature = (call, at_once = false))]
-    fn plan(&self, py: Python<'_>, call: &Call, at_once: bool) -> PyResult<Plan> {
+    /// once such calls were launched often. While a graph is `captured`, no kernel is tested.
+    #[pyo3(signature = (call, at_once = false, captured = false))]
+    fn plan(&self, py: Python<'_>, call: &Call, at_once: bool, captured: bool) -> PyResult<Plan> {
         let gpu = Arc::clone(&self.0);
         let loaded = py.detach(|| {
-            let plan = gpu.planner.plan(&call.0)?;
+            let plan = match captured {
+                true => gpu.planner.plan_in_capture(&call.0)?,
+                false => gpu.planner.plan(&call.0)?,
+            };
             if at_once { gpu.device.load(plan) } else { gpu.device.load_deferred(plan) }
         });
         let loaded = loaded.map_err(raised)?;

@@ -99,7 +99,7 @@ impl Gpu {
         // SAFETY: the stream lives as long as `theirs`, which is kept beside it.
         let stream = unsafe { Stream::from_raw(&device, theirs.cu_stream().cast()) };
         let options = PlanOptions::from_env().map_err(ours)?;
-        let planner = Planner::new(device.info().clone(), options);
+        let planner = device.planner(options);
         let ours = stream.map_err(ours)?;
         Ok(Self { device, theirs, ours, planner, state: RefCell::default() })
     }

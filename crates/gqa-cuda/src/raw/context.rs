@@ -13,6 +13,18 @@ pub(in super::super) struct Context {
     /// Set for the GPU's primary context, which this value retains; otherwise its owner keeps it
     /// alive.
     retained: OnceLock<Retained>,
+    /// Set for a context that this value has made.
+    _made: Option<Made>,
+}
+
+/// A context of this process's own, destroyed when dropped. That waits for all of its kernels.
+struct Made(RawContext);
+
+impl Drop for Made {
+    fn drop(&mut self) {
+        // SAFETY: created by `Context::create`, whose value is dropped with it.
+        super::report(unsafe { call!(cuCtxDestroy_v2(self.0)) });
+    }
 }
 
 /// A reference to a GPU's primary context, released when dropped.
@@ -47,7 +59,20 @@ impl Context {
         )?;
         // SAFETY: the driver stores one handle.
         unsafe { call!(cuDevicePrimaryCtxRetain(&raw mut raw, device)) }?;
-        Ok(Self { device, raw, retained: Retained(device).into() })
+        Ok(Self { device, raw, retained: Retained(device).into(), _made: None })
+    }
+
+    /// A new context of the same GPU. Its kernels run in turns with those of other contexts, which
+    /// do not wait for it.
+    pub(in super::super) fn create(device: Ordinal) -> Result<Self, Failure> {
+        let (mut raw, mut popped): (RawContext, RawContext) = (null_mut(), null_mut());
+        // SAFETY: the driver stores one handle. It makes the context current on top of the
+        // thread's stack, from which it is taken again.
+        unsafe {
+            call!(cuCtxCreate_v2(&raw mut raw, 0, device))?;
+            call!(cuCtxPopCurrent_v2(&raw mut popped))?;
+        }
+        Ok(Self { device, raw, retained: OnceLock::new(), _made: Some(Made(raw)) })
     }
 
     /// A context of another owner.
@@ -55,7 +80,7 @@ impl Context {
     /// # Safety
     /// It exists, and goes on to exist as long as this value.
     pub(in super::super) unsafe fn borrow(raw: RawContext) -> Result<Self, Failure> {
-        let mut context = Self { device: 0, raw, retained: OnceLock::new() };
+        let mut context = Self { device: 0, raw, retained: OnceLock::new(), _made: None };
         let entered = context.enter()?;
         // SAFETY: the context is current; the driver stores one number.
         unsafe { call!(cuCtxGetDevice(&raw mut context.device)) }?;
@@ -71,10 +96,9 @@ impl Context {
         }
     }
 
-    /// Number of its GPU.
-    #[cfg(feature = "cust")]
-    pub(in super::super) fn ordinal(&self) -> u32 {
-        self.device.unsigned_abs()
+    /// Its GPU.
+    pub(in super::super) fn device(&self) -> Ordinal {
+        self.device
     }
 
     /// The handle.

@@ -30,7 +30,7 @@ pub(in super::super) fn load(
 
 /// Runs `work` in this thread's relaxed capture mode, in which modules may be loaded while the
 /// thread captures a stream.
-fn relaxed<T>(work: impl FnOnce() -> T) -> Result<T, Failure> {
+pub(in super::super) fn relaxed<T>(work: impl FnOnce() -> T) -> Result<T, Failure> {
     const RELAXED: c_int = 2;
     let mut mode = RELAXED;
     // SAFETY: the driver exchanges one value, which it gets back below.

@@ -2,7 +2,7 @@
 
 use super::super::sys::{self, RawContext, RawEvent, RawGraph, RawGraphExec, RawStream};
 use super::context::greatest_priority;
-use super::{Failure, call, graph, report};
+use super::{Code, Failure, call, graph, report};
 use std::ffi::{c_int, c_uint};
 use std::ptr::null_mut;
 
@@ -48,6 +48,18 @@ pub(in super::super) unsafe fn context(stream: RawStream) -> Result<RawContext, 
 pub(in super::super) unsafe fn synchronize(stream: RawStream) -> Result<(), Failure> {
     // SAFETY: the caller's.
     unsafe { call!(cuStreamSynchronize(stream)) }
+}
+
+/// Whether all work in the stream is done.
+///
+/// # Safety
+/// `stream` exists.
+pub(in super::super) unsafe fn is_done(stream: RawStream) -> Result<bool, Failure> {
+    // SAFETY: the caller's.
+    match unsafe { call!(cuStreamQuery(stream)) } {
+        Err(Failure { code: Code::NOT_READY, .. }) => Ok(false),
+        done => done.map(|()| true),
+    }
 }
 
 /// Whether this is the handle of the per-thread default stream.

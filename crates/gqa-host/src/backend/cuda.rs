@@ -6,14 +6,15 @@ use gqa_plan::plan::{DeviceInfo, Plan, PlanOptions, TensorId, plan};
 use gqa_plan::{CacheBinding, Problem};
 use gqa_tensor::Result;
 use std::borrow::Cow;
+use std::sync::Arc;
 
 /// The first GPU.
 pub struct Cuda {
     device: Device,
     stream: Stream,
     options: PlanOptions,
-    /// What plans are made for.
-    info: DeviceInfo,
+    /// What plans are made for, if it is another GPU.
+    other: Option<DeviceInfo>,
 }
 
 impl Cuda {
@@ -33,14 +34,20 @@ impl Cuda {
     /// Where the driver cannot make a stream.
     pub fn on(device: Device, options: PlanOptions) -> Result<Self> {
         let stream = Stream::new(&device)?;
-        let info = device.info().clone();
-        Ok(Self { device, stream, options, info })
+        Ok(Self { device, stream, options, other: None })
     }
 
     /// Plans for another device, of this GPU's or an older compute capability and at most its
-    /// shared memory, with the kernels of that device.
+    /// shared memory, with the kernels of that device. None of them is tested first.
     pub fn with_device(self, info: DeviceInfo) -> Self {
-        Self { info, ..self }
+        Self { other: Some(info), ..self }
+    }
+
+    fn plan(&self, problem: &Problem) -> Result<Arc<Plan>> {
+        match &self.other {
+            Some(other) => Ok(plan(problem, other, &self.options)?.into()),
+            None => self.device.plan(problem, &self.options),
+        }
     }
 
     /// The GPU.
@@ -56,21 +63,21 @@ impl Backend for Cuda {
 
     fn run(&self, problem: &Problem, io: &mut Io<'_>) -> Result<()> {
         io.check(problem)?;
-        self.execute(&plan(&problem.contiguous(), &self.info, &self.options)?, io)
+        self.execute(&*self.plan(&problem.contiguous())?, io)
     }
 }
 
 impl Machine for Cuda {
     fn target(&self) -> &DeviceInfo {
-        &self.info
+        self.other.as_ref().unwrap_or_else(|| self.device.info())
     }
 
     fn execute(&self, given: &Plan, io: &mut Io<'_>) -> Result<()> {
         io.check_tensors(given.problem())?;
         // Host tensors have no rows apart.
         let plan = match given.problem().contiguous() {
-            Cow::Borrowed(_) => given.clone(),
-            Cow::Owned(problem) => plan(&problem, &self.info, &self.options)?,
+            Cow::Borrowed(_) => Arc::new(given.clone()),
+            Cow::Owned(problem) => self.plan(&problem)?,
         };
         let call = Call::of(self.device.load_deferred(plan)?)?;
         let problem = given.problem();

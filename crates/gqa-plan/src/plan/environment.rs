@@ -309,7 +309,8 @@ mod tests {
         for (value, fold) in [("0", Fold::Off), ("layer", Fold::Layer), ("call", Fold::Call)] {
             assert_eq!(read(&[("GQA_FOLD", value)]).unwrap().fold, fold);
         }
-        for (value, trust) in [("all", Trust::All), ("none", Trust::None), ("tested", Trust::Tested)]
+        for (value, trust) in
+            [("all", Trust::All), ("none", Trust::None), ("tested", Trust::Tested)]
         {
             assert_eq!(read(&[("GQA_TRUST", value)]).unwrap().trust, trust);
         }

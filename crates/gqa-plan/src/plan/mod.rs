@@ -77,6 +77,7 @@ pub use launch::{Arg, Launch, Plan, TensorMap};
 pub use options::{Fold, PlanOption, PlanOptions};
 pub use planner::Planner;
 pub use positions::{Positions, positions};
+pub(crate) use trust::plain_options;
 pub use trust::{Doubts, Prover, Trust, is_proven};
 
 pub use crate::tensors::{TensorId, TensorSpec, Tensors};

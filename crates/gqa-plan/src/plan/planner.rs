@@ -73,6 +73,14 @@ impl Planner {
         self.plan_when(problem, false)
     }
 
+    /// As [`plan`](Self::plan), of lengths that are not rounded; it is not kept.
+    ///
+    /// # Errors
+    /// As [`plan`](super::plan).
+    pub fn plan_as_it_is(&self, problem: &Problem) -> Result<Arc<Plan>> {
+        Ok(self.make(problem, true)?.0)
+    }
+
     fn plan_when(&self, problem: &Problem, may_test: bool) -> Result<Arc<Plan>> {
         let problem = rounded(problem)?;
         let now = self.clock.fetch_add(1, Ordering::Relaxed);

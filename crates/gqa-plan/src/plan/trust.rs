@@ -37,6 +37,12 @@ pub fn is_proven(family: Family, sm: u32) -> bool {
     PLAIN.contains(&family) || PROVEN.iter().any(has)
 }
 
+/// Options by which only the simplest kernels are planned, as those that others are compared with.
+pub(crate) fn plain_options() -> PlanOptions {
+    let others = Family::ALL.into_iter().filter(|family| !PLAIN.contains(family));
+    PlanOptions { disable_fused_kv: true, distrusted: others.collect(), ..PlanOptions::default() }
+}
+
 /// Kernels of a plan that are not known to be right, by their families.
 #[derive(Clone, Debug, Default)]
 pub struct Doubts {

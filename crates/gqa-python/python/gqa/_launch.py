@@ -97,14 +97,15 @@ def _of_call(make: Callable[[_gqa.Gpu, _gqa.Call], _T]) -> Callable[..., _T]:
 @_of_call
 def plan(gpu: _gqa.Gpu, call: _gqa.Call) -> Planned:
     """The call's plan."""
-    return _planned(gpu.plan(call))
+    return _planned(gpu.plan(call, captured=torch.cuda.is_current_stream_capturing()))
 
 
 @_of_call
 def plan_for_graph(gpu: _gqa.Gpu, call: _gqa.Call) -> Planned:
     """The same for a call that a CUDA graph captures: its kernels are specialized before the first
     launch, because a graph keeps those that it was captured with."""
-    return _planned(gpu.plan(call, at_once=True))
+    captured = torch.cuda.is_current_stream_capturing()
+    return _planned(gpu.plan(call, at_once=True, captured=captured))
 
 
 def _planned(made: _gqa.Plan) -> Planned:

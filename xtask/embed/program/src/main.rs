@@ -8,7 +8,7 @@ use gqa_host::backend::cpu::Cpu;
 use gqa_host::driver::{Device, DeviceView, Stream, Views, Workspace};
 use gqa_host::engine::{Dense, Heads, Layer};
 use gqa_host::op::{GroupQueryAttention, Inputs};
-use gqa_host::plan::{PlanOptions, Planner, TensorId};
+use gqa_host::plan::{PlanOptions, TensorId};
 use half::f16;
 use ndarray::{Array3, arr1};
 
@@ -61,7 +61,7 @@ fn gqa() -> Result<()> {
     // SAFETY: cudarc's stream lives until the end of this function, behind the work in it.
     let stream = unsafe { Stream::from_raw(&device, theirs.cu_stream().cast()) }?;
     let layer = Layer::new(F16, Heads { query: 32, kv: 8, size: 128 });
-    let planner = Planner::new(device.info().clone(), PlanOptions::from_env()?);
+    let planner = device.planner(PlanOptions::from_env()?);
     let step = device.load(planner.plan(&layer.dense(Dense::decode(1, CAPACITY))?)?)?;
 
     let ones = |n: usize| vec![f16::ONE; n];

@@ -1,0 +1,181 @@
+//! What tests have shown, in the user's cache directory: a file for each driver and kind of GPU,
+//! whose lines are
+//!
+//! ```text
+//! gqa_tiled_bf16_d128 0123456789abcdef begun
+//! gqa_tiled_bf16_d128 0123456789abcdef agrees
+//! ```
+//!
+//! with a hash of the kernel's text. The file is locked during a test. Where it cannot be written
+//! or locked, a process knows only what it has tested itself.
+
+use crate::error::CudaVersion;
+use crate::modules;
+use gqa_kernels::registry::Entry;
+use gqa_plan::plan::DeviceInfo;
+use std::fs::{self, File, OpenOptions, TryLockError};
+use std::io::{Read, Seek, SeekFrom, Write};
+use std::path::PathBuf;
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+/// How long a process waits for tests of others.
+const PATIENCE: Duration = Duration::from_secs(60);
+/// Tests that began and did not end, before the kernel counts as wrong: one may have been
+/// interrupted.
+const ATTEMPTS: usize = 2;
+
+/// What the file says of a kernel.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Told {
+    /// It agreed.
+    Agrees,
+    /// It did not, or tests of it did not end.
+    Wrong(String),
+}
+
+/// The file, locked.
+pub(super) struct Memory(File);
+
+impl Memory {
+    /// That of a kind of GPU; `None` where there can be none.
+    pub(super) fn open(kind: &str) -> Option<Self> {
+        let folder = folder()?;
+        fs::create_dir_all(&folder).ok()?;
+        let path = folder.join(format!("{kind}.txt"));
+        let file = OpenOptions::new().read(true).append(true).create(true).open(path).ok()?;
+        let started = Instant::now();
+        loop {
+            match file.try_lock() {
+                Ok(()) => return Some(Self(file)),
+                Err(TryLockError::WouldBlock) if started.elapsed() < PATIENCE => {
+                    sleep(Duration::from_millis(20));
+                }
+                Err(_) => return None,
+            }
+        }
+    }
+
+    /// What it says of the kernel with that hash.
+    pub(super) fn told(&mut self, entry: &str, hash: u64) -> Option<Told> {
+        let mut text = String::new();
+        self.0.seek(SeekFrom::Start(0)).ok()?;
+        self.0.read_to_string(&mut text).ok()?;
+        said(&text, entry, hash)
+    }
+
+    /// Appends a line, at once.
+    pub(super) fn write(&mut self, entry: &str, hash: u64, what: &str) {
+        let line = format!("{entry} {hash:016x} {}\n", what.replace('\n', " "));
+        let written = self.0.write_all(line.as_bytes()).and_then(|()| self.0.sync_data());
+        if let Err(error) = written {
+            tracing::debug!(%error, "what a test shows is not remembered");
+        }
+    }
+}
+
+fn said(text: &str, entry: &str, hash: u64) -> Option<Told> {
+    let hash = format!("{hash:016x}");
+    let mut begun = 0;
+    for line in text.lines() {
+        let mut words = line.splitn(3, ' ');
+        if (words.next(), words.next()) != (Some(entry), Some(&*hash)) {
+            continue;
+        }
+        match words.next() {
+            Some("begun") => begun += 1,
+            Some("given up") => begun -= i32::from(begun > 0),
+            Some("agrees") => return Some(Told::Agrees),
+            Some(other) => {
+                let why = other.strip_prefix("wrong: ").unwrap_or(other);
+                return Some(Told::Wrong(why.to_owned()));
+            }
+            None => {}
+        }
+    }
+    let unfinished = usize::try_from(begun).unwrap_or(0) >= ATTEMPTS;
+    unfinished.then(|| Told::Wrong(format!("{ATTEMPTS} processes ended while they tested it")))
+}
+
+/// `$XDG_CACHE_HOME/gqa/trust`, `~/.cache/gqa/trust` where that is not set, or on Windows
+/// `%LOCALAPPDATA%\gqa\trust`.
+fn folder() -> Option<PathBuf> {
+    let absolute = |name: &str| {
+        let path = PathBuf::from(std::env::var_os(name)?);
+        path.is_absolute().then_some(path)
+    };
+    let caches = match cfg!(windows) {
+        true => absolute("LOCALAPPDATA"),
+        false => absolute("XDG_CACHE_HOME").or_else(|| Some(absolute("HOME")?.join(".cache"))),
+    };
+    Some(caches?.join("gqa").join("trust"))
+}
+
+/// A name for GPUs of that kind under this driver, with whose versions compilers change.
+pub(super) fn kind(device: &DeviceInfo, driver: CudaVersion) -> String {
+    let build = fs::read_to_string("/proc/driver/nvidia/version").unwrap_or_default();
+    let is_version =
+        |word: &&str| word.contains('.') && word.starts_with(|c: char| c.is_ascii_digit());
+    let build = build.split_whitespace().find(is_version).unwrap_or("driver").to_owned();
+    let name = format!("{} sm{} cuda{driver} {build}", device.name, device.sm);
+    name.chars().map(|c| if c.is_ascii_alphanumeric() || c == '.' { c } else { '-' }).collect()
+}
+
+/// FNV-1a of the kernel's text for that GPU, and of this library's version.
+pub(super) fn hash(entry: &'static Entry, sm: u32, driver: CudaVersion) -> u64 {
+    let text = modules::text(entry, sm, driver).unwrap_or_default();
+    let bytes = text.bytes().chain(env!("CARGO_PKG_VERSION").bytes());
+    bytes.fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
+        (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
+    })
+}
+
+/// The files, each its name and its text: what tests on this machine have shown.
+pub fn remembered() -> Vec<(String, String)> {
+    let files = folder().and_then(|folder| fs::read_dir(folder).ok()).into_iter().flatten();
+    let read = |path: PathBuf| {
+        let name = path.file_name()?.to_string_lossy().into_owned();
+        Some((name, fs::read_to_string(path).ok()?))
+    };
+    let mut files: Vec<_> = files.flatten().filter_map(|file| read(file.path())).collect();
+    files.sort();
+    files
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_last_word_on_a_text_counts() {
+        let text = "a 0000000000000001 begun\na 0000000000000001 agrees\n\
+                    b 0000000000000001 begun\nb 0000000000000001 wrong: output, row 1\n\
+                    c 0000000000000001 begun\nd 0000000000000001 begun\nd 0000000000000001 begun\n\
+                    e 0000000000000001 begun\ne 0000000000000001 given up\n\
+                    e 0000000000000001 begun\n";
+        let wrong = |why: &str| Some(Told::Wrong(why.to_owned()));
+        assert_eq!(said(text, "a", 1), Some(Told::Agrees));
+        assert_eq!(said(text, "a", 2), None);
+        assert_eq!(said(text, "b", 1), wrong("output, row 1"));
+        assert_eq!(said(text, "c", 1), None);
+        assert_eq!(said(text, "d", 1), wrong("2 processes ended while they tested it"));
+        assert_eq!(said(text, "e", 1), None);
+    }
+
+    #[test]
+    fn a_kernel_with_another_text_has_another_hash() {
+        let find = |name| gqa_kernels::registry::find(name).unwrap();
+        let of = |name, sm| hash(find(name), sm, CudaVersion(13_000));
+        let tiled = of("gqa_tiled_bf16_d128", 80);
+        assert_eq!(tiled, of("gqa_tiled_bf16_d128", 80));
+        assert_ne!(tiled, of("gqa_tiled_bf16_d64", 80));
+        assert_ne!(tiled, of("gqa_tiled_bf16_d128", 90));
+    }
+
+    #[test]
+    fn kinds_are_names_of_files() {
+        let device = DeviceInfo { name: "NVIDIA GeForce/RTX 4090".into(), ..DeviceInfo::h200() };
+        let kind = kind(&device, CudaVersion(12_080));
+        assert!(kind.starts_with("NVIDIA-GeForce-RTX-4090-sm90-cuda12.8-"), "{kind}");
+    }
+}

@@ -1,0 +1,161 @@
+//! Whether kernels are right on a GPU that the project never ran on.
+//!
+//! The first plan with such a kernel compares it with simpler ones on a small call with random
+//! tensors ([`test`]), and remembers the answer in a file ([`memory`]), so that the next process,
+//! or another one that waits meanwhile, need not ask again. A kernel that is wrong or does not end
+//! is left out, with its family, and one line in the log says so.
+//!
+//! A test costs the calling program no more than time:
+//! - It has a context of its own, so that a kernel that hangs keeps no other one from its work.
+//! - Its kernels wait for barriers in shared memory for a limited time, by another text
+//!   ([`gqa_ptx::bound`]). What hangs in another way is given up: its context stays until the
+//!   process ends, and takes turns with others.
+//! - It works in streams of its own in the thread's relaxed capture mode, so that it leaves graph
+//!   captures of other threads alone.
+//!
+//! But a kernel that accesses memory it must not, or traps, ends all of the process's work on the
+//! GPU: CUDA keeps contexts of one process apart in their memory only. So the file says first that
+//! a test has begun. Where one never ended, the kernel counts as wrong.
+
+mod memory;
+mod test;
+
+use super::device::Device;
+use gqa_kernels::registry::Entry;
+use gqa_plan::Problem;
+use gqa_plan::plan::{DeviceInfo, Doubts, Plan, PlanOptions, Planner, Prover};
+use gqa_plan::sample::Trial;
+use gqa_tensor::Result;
+use memory::{Memory, Told};
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
+
+pub use memory::remembered;
+
+/// What a test of a kernel has shown.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Verdict {
+    /// It computes what simpler kernels do.
+    Agrees,
+    /// It computes something else, fails, or does not end.
+    Wrong(String),
+    /// It could not be tested now: too little memory, for one. Holds for this process.
+    Unknown(String),
+}
+
+/// What this process knows, by driver and GPU, and the kernel's name.
+static KNOWN: Mutex<Option<HashMap<(String, &'static str), Verdict>>> = Mutex::new(None);
+/// Held during a test.
+static TESTING: Mutex<()> = Mutex::new(());
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Device {
+    /// A planner for this GPU that leaves out kernels that are not trusted on it: those that differ
+    /// from simpler ones in a test at their first use. On GPUs on which the project ran nothing is
+    /// tested. `GQA_TRUST`, [`PlanOptions::trust`], overrides.
+    pub fn planner(&self, options: PlanOptions) -> Planner {
+        Planner::new(self.info().clone(), options).proven_by(Arc::new(Tests(self.clone())))
+    }
+
+    /// The plan of a call for this GPU, without kernels that are not trusted on it, as of
+    /// [`planner`](Self::planner).
+    ///
+    /// # Errors
+    /// As [`plan`](gqa_plan::plan::plan()).
+    pub fn plan(&self, problem: &Problem, options: &PlanOptions) -> Result<Arc<Plan>> {
+        self.planner(options.clone()).plan_as_it_is(problem)
+    }
+}
+
+/// Tests on a GPU.
+struct Tests(Device);
+
+impl Prover for Tests {
+    fn doubts(&self, plan: &Plan, may_test: bool) -> Doubts {
+        let mut doubts = Doubts::default();
+        for entry in plan.unproven() {
+            match self.verdict(entry, plan, may_test) {
+                Some(Verdict::Agrees) => {}
+                Some(Verdict::Wrong(_)) => doubts.wrong.push(entry.family),
+                Some(Verdict::Unknown(_)) | None => doubts.untested.push(entry.family),
+            }
+        }
+        doubts
+    }
+}
+
+impl Tests {
+    /// `None` where it is not known and may not be tested.
+    fn verdict(&self, entry: &'static Entry, plan: &Plan, may_test: bool) -> Option<Verdict> {
+        let kind = memory::kind(plan.device(), self.0.version());
+        let key = (kind.clone(), entry.name);
+        let known = || lock(&KNOWN).get_or_insert_default().get(&key).cloned();
+        if let Some(verdict) = known() {
+            return Some(verdict);
+        }
+        let _testing = lock(&TESTING);
+        if let Some(verdict) = known() {
+            return Some(verdict);
+        }
+        let hash = memory::hash(entry, plan.device().sm, self.0.version());
+        // Other processes wait here until a test of theirs is done.
+        let mut memory = Memory::open(&kind);
+        let told = memory.as_mut().and_then(|memory| memory.told(entry.name, hash));
+        let verdict = match told {
+            Some(Told::Agrees) => Verdict::Agrees,
+            Some(Told::Wrong(why)) => wrong(entry, plan.device(), why),
+            None if !may_test => return None,
+            None => {
+                let mut write = |line: &str| {
+                    memory.iter_mut().for_each(|memory| memory.write(entry.name, hash, line));
+                };
+                write("begun");
+                let verdict = self.tested(entry, plan);
+                match &verdict {
+                    Verdict::Agrees => write("agrees"),
+                    Verdict::Wrong(why) => write(&format!("wrong: {why}")),
+                    Verdict::Unknown(_) => write("given up"),
+                }
+                verdict
+            }
+        };
+        lock(&KNOWN).get_or_insert_default().insert(key, verdict.clone());
+        Some(verdict)
+    }
+
+    /// Tests a kernel of that plan, and logs a line.
+    fn tested(&self, entry: &'static Entry, plan: &Plan) -> Verdict {
+        let started = Instant::now();
+        let verdict = match Trial::of(entry, plan) {
+            Ok(trial) => test::run(&self.0, &trial, |_, text| text),
+            Err(error) => Verdict::Unknown(error.to_string()),
+        };
+        let (entry_name, seconds) = (entry.name, started.elapsed().as_secs_f64());
+        match verdict {
+            Verdict::Agrees => {
+                tracing::info!("{entry_name} agrees with simpler kernels ({seconds:.1} s)");
+                Verdict::Agrees
+            }
+            Verdict::Wrong(why) => wrong(entry, plan.device(), why),
+            Verdict::Unknown(why) => {
+                tracing::warn!("{entry_name} could not be tested and is not used: {why}");
+                Verdict::Unknown(why)
+            }
+        }
+    }
+}
+
+fn wrong(entry: &Entry, device: &DeviceInfo, why: String) -> Verdict {
+    tracing::warn!(
+        "{} is not used on {}, nor others of its family ({}): {why}. Please open an issue with \
+         what `gqa doctor --report FILE` writes",
+        entry.name,
+        device.name,
+        entry.family.name(),
+    );
+    Verdict::Wrong(why)
+}
