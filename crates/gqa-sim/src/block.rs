@@ -1,6 +1,7 @@
 //! A running CTA, as the device functions see it.
 
 use crate::arguments::Arguments;
+use crate::blackwell::Blackwell;
 use crate::cluster::Membership;
 use crate::communicate::Watch;
 use crate::copy::Copies;
@@ -31,6 +32,8 @@ pub(crate) struct Block {
     /// An event has occurred that held warps may be waiting for.
     pub(crate) woken: bool,
     pub(crate) hopper: Hopper,
+    /// Tensor memory, from its first use on.
+    pub(crate) blackwell: Option<Box<Blackwell>>,
     pub(crate) membership: Membership,
     /// Checks of global memory that compare accesses with each other.
     pub(crate) watch: Option<Watch>,
@@ -51,6 +54,8 @@ pub(crate) struct Lane {
     pub(crate) copies: Copies,
     /// Accumulators of the `wgmma` the thread waits at.
     pub(crate) accumulators: Option<NonNull<[f32]>>,
+    /// Registers of the `tcgen05.ld` or `tcgen05.st` the thread waits at.
+    pub(crate) moved: Option<NonNull<[u32]>>,
 }
 
 /// Why a thread does not run.
@@ -95,6 +100,7 @@ impl Block {
             holds: vec![Hold::No; threads as usize / 32],
             woken: false,
             hopper: Hopper::new(threads),
+            blackwell: None,
             membership: Membership::new(threads as usize / 32),
             watch: None,
             fault: None,

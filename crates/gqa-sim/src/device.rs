@@ -12,6 +12,12 @@ pub use crate::arithmetic::{
     f32x2_to_bf16x2, f32x2_to_e4m3x2, f32x2_to_f16x2, f32x4_to_e4m3x4, fma, fma_f16x2, log2, max,
     max_u16x2, mul_f16x2, multiply_add, prmt, rcp, rsqrt, select_bits, sub_f16x2,
 };
+pub use crate::blackwell::{
+    TensorLoad, tcgen05_alloc, tcgen05_commit, tcgen05_dealloc, tcgen05_fence_after,
+    tcgen05_fence_before, tcgen05_ld_16x256b, tcgen05_ld_32x32b, tcgen05_mma_f8f6f4,
+    tcgen05_mma_f16, tcgen05_mma_tensor_f8f6f4, tcgen05_mma_tensor_f16, tcgen05_relinquish,
+    tcgen05_st_16x256b, tcgen05_st_32x32b, tcgen05_wait_ld, tcgen05_wait_st,
+};
 pub use crate::cluster::{
     cluster_arrive, cluster_arrive_relaxed, cluster_rank, cluster_size, cluster_wait, ld_peer,
     ld_peer_vec, peer_address, st_peer, st_peer_vec,

@@ -1,5 +1,6 @@
 //! Executes a warp's instruction once its last lane has arrived.
 
+use crate::blackwell;
 use crate::block::{Block, Lane};
 use crate::cluster;
 use crate::hopper;
@@ -35,6 +36,11 @@ pub(crate) fn execute(instruction: Collective, block: &mut Block, first: usize) 
         Collective::WgmmaWait(newest) => hopper::wait(block, first, newest),
         Collective::ClusterArrive { relaxed } => return cluster::arrive(block, first, relaxed),
         Collective::ClusterWait => return cluster::wait(block, first),
+        Collective::TensorAlloc => return blackwell::alloc(block, first),
+        Collective::TensorDealloc => return blackwell::dealloc(block, first),
+        Collective::TensorRelinquish => blackwell::relinquish(block),
+        Collective::TensorMove(form) => return blackwell::transfer(block, first, form),
+        Collective::TensorWait { stores } => blackwell::wait(block, first, stores),
     }
     Ok(())
 }

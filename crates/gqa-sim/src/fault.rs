@@ -277,6 +277,32 @@ pub enum FaultKind {
         /// What is impossible.
         what: String,
     },
+    /// A rule of tensor memory or of `tcgen05` was broken.
+    #[error("thread {thread}, tensor memory: {what}")]
+    TensorMemory {
+        /// Who.
+        thread: u32,
+        /// Which rule.
+        what: String,
+    },
+    /// Two accesses to the same place of tensor memory, at least one a write, that nothing orders.
+    #[error(
+        "race on tensor memory at lane {lane}, column {column}: {hazard}, {second} after {first} without {missing} between"
+    )]
+    TensorRace {
+        /// First of the 16 lanes.
+        lane: u32,
+        /// Column.
+        column: u32,
+        /// Which two accesses.
+        hazard: Hazard,
+        /// Whose access was simulated first.
+        first: Agent,
+        /// Whose the other is.
+        second: Agent,
+        /// What would have ordered them.
+        missing: &'static str,
+    },
     /// The kernel called `trap()`.
     #[error("thread {thread} trapped")]
     Trap {
@@ -339,6 +365,26 @@ pub enum Agent {
         /// The warp.
         warp: u32,
     },
+    /// The tensor cores, for `tcgen05.mma` of the thread.
+    Product {
+        /// The thread.
+        thread: u32,
+    },
+    /// `tcgen05.ld` of a warp.
+    TensorLoad {
+        /// The warp.
+        warp: u32,
+    },
+    /// `tcgen05.st` of a warp.
+    TensorStore {
+        /// The warp.
+        warp: u32,
+    },
+    /// A warp that gives tensor memory back.
+    TensorDealloc {
+        /// The warp.
+        warp: u32,
+    },
 }
 
 impl fmt::Display for Agent {
@@ -351,6 +397,10 @@ impl fmt::Display for Agent {
             Self::Load { mbarrier } => write!(f, "a copy onto the mbarrier at {mbarrier}"),
             Self::Store { thread } => write!(f, "tma_store of thread {thread}"),
             Self::Wgmma { warp } => write!(f, "wgmma of warp {warp}"),
+            Self::Product { thread } => write!(f, "tcgen05_mma of thread {thread}"),
+            Self::TensorLoad { warp } => write!(f, "tcgen05_ld of warp {warp}"),
+            Self::TensorStore { warp } => write!(f, "tcgen05_st of warp {warp}"),
+            Self::TensorDealloc { warp } => write!(f, "tcgen05_dealloc of warp {warp}"),
         }
     }
 }

@@ -19,6 +19,11 @@ pub(crate) enum Collective {
     WgmmaWait(u64),
     ClusterArrive { relaxed: bool },
     ClusterWait,
+    TensorAlloc,
+    TensorDealloc,
+    TensorRelinquish,
+    TensorMove(Move),
+    TensorWait { stores: bool },
 }
 
 impl Collective {
@@ -42,6 +47,12 @@ impl Collective {
             Self::ClusterArrive { relaxed: false } => "cluster_arrive",
             Self::ClusterArrive { relaxed: true } => "cluster_arrive_relaxed",
             Self::ClusterWait => "cluster_wait",
+            Self::TensorAlloc => "tcgen05_alloc",
+            Self::TensorDealloc => "tcgen05_dealloc",
+            Self::TensorRelinquish => "tcgen05_relinquish",
+            Self::TensorMove(form) => form.name(),
+            Self::TensorWait { stores: false } => "tcgen05_wait_ld",
+            Self::TensorWait { stores: true } => "tcgen05_wait_st",
         }
     }
 
@@ -146,6 +157,33 @@ impl Wgmma {
             (Element::E4m3, Source::Shared, false) => "wgmma_e4m3",
             (Element::E4m3, Source::Shared, true) => "wgmma_add_e4m3",
             (Element::E4m3, Source::Registers | Source::RegistersByK, _) => "wgmma_registers_e4m3",
+        }
+    }
+}
+
+/// A form of `tcgen05.ld` or `tcgen05.st`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Move {
+    pub(crate) shape: MoveShape,
+    pub(crate) stores: bool,
+    /// Registers of a lane.
+    pub(crate) registers: u32,
+}
+
+/// Lanes and bits of tensor memory that a warp moves at least.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum MoveShape {
+    Lanes32Bits32,
+    Lanes16Bits256,
+}
+
+impl Move {
+    pub(crate) fn name(self) -> &'static str {
+        match (self.shape, self.stores) {
+            (MoveShape::Lanes32Bits32, false) => "tcgen05_ld_32x32b",
+            (MoveShape::Lanes32Bits32, true) => "tcgen05_st_32x32b",
+            (MoveShape::Lanes16Bits256, false) => "tcgen05_ld_16x256b",
+            (MoveShape::Lanes16Bits256, true) => "tcgen05_st_16x256b",
         }
     }
 }

@@ -63,6 +63,8 @@ pub struct Report {
     pub matrix_products: u64,
     /// `wgmma`, once per warp.
     pub warpgroup_products: u64,
+    /// `tcgen05.mma`, once per instruction.
+    pub tensor_products: u64,
     /// Copies of boxes into shared memory.
     pub tensor_loads: u64,
 }
@@ -86,6 +88,7 @@ impl Report {
             matrix_loads: self.matrix_loads + other.matrix_loads,
             matrix_products: self.matrix_products + other.matrix_products,
             warpgroup_products: self.warpgroup_products + other.warpgroup_products,
+            tensor_products: self.tensor_products + other.tensor_products,
             tensor_loads: self.tensor_loads + other.tensor_loads,
         }
     }

@@ -34,6 +34,7 @@
 
 mod arguments;
 mod arithmetic;
+mod blackwell;
 mod block;
 mod cluster;
 mod collective;

@@ -2,6 +2,7 @@
 //! and the seed determines which warp is next.
 
 use crate::arguments::Arguments;
+use crate::blackwell;
 use crate::block::{self, Block, Entered, Hold, Lane, Waiting};
 use crate::cluster::{self, Cluster};
 use crate::communicate::{GlobalOrder, Watch};
@@ -11,6 +12,7 @@ use crate::hopper;
 use crate::instruction::Collective;
 use crate::launch::{Launch, Report};
 use crate::panics;
+use crate::shared::Checked;
 use crate::stack::{Reserved, ThreadStack};
 use corosensei::Coroutine;
 use std::cell::RefCell;
@@ -290,8 +292,8 @@ impl Run {
         }
         match (self.waiting, self.exited) {
             (0, _) => {
-                block::with(|block| hopper::end(block).and_then(|()| cluster::end(block)))
-                    .map_err(|kind| *kind)?;
+                let products = block::with(end).map_err(|kind| *kind)?;
+                self.report.tensor_products += products;
                 Ok(Progress::Done)
             }
             (_, 0) => {
@@ -304,10 +306,11 @@ impl Run {
         }
     }
 
-    /// Delivers one of the copies in flight.
+    /// Delivers one of the copies and commits in flight.
     fn land(&mut self, load: usize) -> Result<(), FaultKind> {
-        self.report.tensor_loads += 1;
-        block::with(|block| hopper::land(block, load)).map_err(|kind| *kind)
+        let is_copy = block::with(|block| hopper::land(block, load)).map_err(|kind| *kind)?;
+        self.report.tensor_loads += u64::from(is_copy);
+        Ok(())
     }
 
     fn pass_barrier(&mut self) {
@@ -446,6 +449,13 @@ impl Waiting {
             Self::Exited => Place::Exited,
         }
     }
+}
+
+/// All threads have exited; returns the number of products into tensor memory.
+fn end(block: &mut Block) -> Checked<u64> {
+    hopper::end(block)?;
+    cluster::end(block)?;
+    blackwell::end(block)
 }
 
 /// Requeues held warps that may continue; returns the number of copies in flight.

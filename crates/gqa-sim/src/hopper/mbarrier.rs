@@ -29,7 +29,7 @@ pub(super) struct Mbarrier {
     arrived: View,
     /// As much of it as those who wait may see.
     completed: View,
-    /// The number of phases up to the last one that copies complete.
+    /// The number of phases up to the last one that copies or commits complete.
     loaded: u32,
     /// Phases that somebody has waited for.
     waited: u32,
@@ -222,6 +222,25 @@ fn arrive(block: &mut Block, address: u32, bytes: u32) -> Checked {
     settle(block, thread, address)
 }
 
+/// Registers an arrival of the running thread's products, once they are complete.
+pub(super) fn begin_commit(block: &mut Block, address: u32) -> Checked {
+    let thread = block.who.thread;
+    find(block, address)?;
+    let clocks = block.shared.clocks().expect("mbarriers need vector clocks");
+    let barrier = block.hopper.mbarriers.get(&address).expect("just found");
+    barrier.check_phase(clocks, thread, address)
+}
+
+/// Products of that thread are complete and arrive; those who wait see what `view` does.
+pub(super) fn complete(block: &mut Block, thread: u32, address: u32, view: &View) -> Checked {
+    let barrier = get(block, address)?;
+    barrier.count_arrival(thread, address, 0)?;
+    barrier.alone = (barrier.count == 1 && barrier.loaded <= barrier.phases).then_some(thread);
+    barrier.loaded = barrier.phases + 1;
+    barrier.arrived.join(view);
+    settle(block, thread, address)
+}
+
 /// As [`arrive`], at an address of the cluster's window.
 fn arrive_peer(block: &mut Block, address: u32, bytes: u32) -> Checked {
     let thread = block.who.thread;
@@ -275,7 +294,8 @@ pub(super) fn receive(block: &mut Block, thread: u32, address: u32, bytes: u32) 
 
 /// Completes the phase if nothing is missing; the running thread contributed last.
 fn settle(block: &mut Block, thread: u32, address: u32) -> Checked {
-    let underway = block.hopper.loads.iter().filter(|load| load.barrier == address).count();
+    let copies = block.hopper.loads.iter().filter(|load| load.is_copy());
+    let underway = copies.filter(|load| load.barrier == address).count();
     let barrier = get(block, address)?;
     if barrier.arrivals > 0 || barrier.bytes > 0 {
         return Ok(());
@@ -335,14 +355,14 @@ fn try_wait(block: &mut Block, address: u32, parity: u32, scope: Scope) -> Check
     Ok(true)
 }
 
-/// Faults if no thread has waited for a phase that copies complete: the CTA's memory may belong
-/// to another CTA when they land.
+/// Faults if no thread has waited for a phase that copies or commits complete: the CTA's memory may
+/// belong to another CTA when they land.
 pub(super) fn check_waited(block: &mut Block) -> Checked {
     let mbarriers = block.hopper.mbarriers.iter();
     let unwaited = mbarriers.filter(|(_, barrier)| barrier.loaded > barrier.waited);
     match unwaited.map(|(address, _)| *address).next() {
         Some(address) => {
-            misuse(block, address, "the block ends and nobody has waited for its copies")
+            misuse(block, address, "the block ends and nobody has waited for its copies or commits")
         }
         None => Ok(()),
     }

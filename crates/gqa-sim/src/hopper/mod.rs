@@ -31,7 +31,7 @@ pub use warpgroup::{
 pub(crate) use mbarrier::{has_passed, missing, release_initialised};
 pub(crate) use named_barrier::arrive as arrive_named;
 pub(crate) use registers::shortage as register_shortage;
-pub(crate) use tma::land;
+pub(crate) use tma::{land, start_commit};
 pub(crate) use warpgroup::{arrive as arrive_warpgroup, commit, fence, wait};
 
 use crate::block::Block;

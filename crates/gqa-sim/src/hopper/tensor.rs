@@ -18,7 +18,7 @@ pub enum Swizzle {
 impl Swizzle {
     /// Where the byte at that address lies.
     #[inline]
-    pub(super) fn apply(self, address: u32) -> u32 {
+    pub(crate) fn apply(self, address: u32) -> u32 {
         let mask = match self {
             Self::None => 0,
             Self::Bytes32 => 0x10,
@@ -29,7 +29,7 @@ impl Swizzle {
     }
 
     /// Bytes of a row of the swizzle pattern; 16 without a swizzle.
-    pub(super) fn row_bytes(self) -> u32 {
+    pub(crate) fn row_bytes(self) -> u32 {
         match self {
             Self::None => 16,
             Self::Bytes32 => 32,

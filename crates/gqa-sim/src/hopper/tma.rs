@@ -8,7 +8,7 @@ use crate::communicate::{self, Access};
 use crate::fault::{Agent, FaultKind};
 use crate::global::Global;
 use crate::memory::{Buffer, Refusal};
-use crate::shared::{Checked, Kind, Stamp, Touch};
+use crate::shared::{Checked, Kind, Stamp, Touch, View};
 use bytemuck::Pod;
 
 /// A kernel's tensor-map parameter.
@@ -34,14 +34,22 @@ pub(crate) struct Load {
     pub(super) barrier: u32,
 }
 
-#[derive(Clone, Copy)]
 enum Source {
+    /// Nothing: products that the thread committed are complete, and those who wait see this.
+    Commit(View),
     /// A box of a tensor.
     Box { map: TensorMap, coordinates: [u32; 4] },
     /// Bytes of an argument.
     Bytes { argument: u32, offset: i64, bytes: u32 },
     /// The first of these words.
     Words { words: [u32; 4], count: u32 },
+}
+
+impl Load {
+    /// Whether it is a copy, and no commit of products.
+    pub(super) fn is_copy(&self) -> bool {
+        !matches!(self.source, Source::Commit(_))
+    }
 }
 
 /// A thread's stores.
@@ -101,7 +109,7 @@ fn start_load(block: &mut Block, load: Load) -> Checked {
             communicate::watch_copy(block, argument, [(offset, bytes)], write)?;
             bytes
         }
-        Source::Words { .. } => unreachable!("words are stored by start_store"),
+        Source::Words { .. } | Source::Commit(_) => unreachable!("only copies start here"),
     };
     let touch = Touch::by(load.thread, Kind::Load(write));
     let units = (load.destination..).step_by(16).take(bytes as usize / 16);
@@ -110,10 +118,33 @@ fn start_load(block: &mut Block, load: Load) -> Checked {
     Ok(())
 }
 
-/// Delivers copy number `i` of those in flight.
-pub(crate) fn land(block: &mut Block, i: usize) -> Checked {
-    let Load { thread, destination, source, barrier } = block.hopper.loads.swap_remove(i);
+/// Starts the completion of products that a thread commits to a barrier.
+pub(crate) fn start_commit(block: &mut Block, barrier: u32, view: View) -> Checked {
+    let thread = block.who.thread;
+    mbarrier::begin_commit(block, barrier)?;
+    let source = Source::Commit(view);
+    block.hopper.loads.push(Load { thread, destination: 0, source, barrier });
+    Ok(())
+}
+
+/// The oldest event that must come before event number `i`: commits of a thread complete in order.
+fn first_of(loads: &[Load], i: usize) -> usize {
+    let commit_of = |load: &Load| (!load.is_copy()).then_some(load.thread);
+    match commit_of(&loads[i]) {
+        None => i,
+        thread => loads.iter().position(|load| commit_of(load) == thread).unwrap_or(i),
+    }
+}
+
+/// Delivers copy number `i` of those in flight, or a commit; says whether it was a copy.
+pub(crate) fn land(block: &mut Block, i: usize) -> Checked<bool> {
+    let i = first_of(&block.hopper.loads, i);
+    let Load { thread, destination, source, barrier } = block.hopper.loads.remove(i);
     let bytes = match source {
+        Source::Commit(view) => {
+            mbarrier::complete(block, thread, barrier, &view)?;
+            return Ok(false);
+        }
         Source::Box { map, coordinates } => land_box(block, thread, destination, map, coordinates)?,
         Source::Bytes { argument, offset, bytes } => {
             land_bytes(block, destination, (argument, offset, bytes), thread)?
@@ -123,7 +154,8 @@ pub(crate) fn land(block: &mut Block, i: usize) -> Checked {
             4 * count
         }
     };
-    mbarrier::receive(block, thread, barrier, bytes)
+    mbarrier::receive(block, thread, barrier, bytes)?;
+    Ok(true)
 }
 
 fn land_box(
@@ -265,7 +297,7 @@ fn read_unit(
 fn store(block: &mut Block, map: TensorMap, coordinates: [u32; 4], source: u32) -> Checked {
     let (_, layout) = tensor(block, map)?;
     check_place(block, &layout, source)?;
-    let touch = Touch::by(block.who.thread, Kind::Store(begin_store(block)));
+    let touch = Touch::by(block.who.thread, Kind::Fetch(begin_store(block)));
     let place = |offset| layout.swizzle.apply(source + offset);
     let inside = |(offset, at)| layout.inside(at).map(|(at, inside)| (place(offset), at, inside));
     let units: Vec<_> = layout.units(coordinates).filter_map(inside).collect();

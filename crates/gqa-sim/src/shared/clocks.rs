@@ -66,7 +66,7 @@ impl Accesses {
 
 /// The part of a view that concerns one CTA: for each agent, the time below which its accesses
 /// are ordered; missing: 0.
-type Seen = Rc<Vec<u32>>;
+pub(crate) type Seen = Rc<Vec<u32>>;
 
 /// A view of other CTAs, by their numbers. A CTA that is present has started.
 pub(crate) type Known = BTreeMap<u32, Seen>;
@@ -94,7 +94,7 @@ impl View {
     }
 
     /// Sees whatever either sees.
-    fn join(&mut self, other: &Self) {
+    pub(crate) fn join(&mut self, other: &Self) {
         join_seen(&mut self.own, &other.own);
         if let Some(others) = &other.others {
             join_known(self.others.get_or_insert_with(|| others.clone()), others);
@@ -237,6 +237,31 @@ fn remember<T>(
     *last = Some([before, theirs.clone(), mine.clone()]);
 }
 
+/// A cache of the last times that threads raised: those that share a view mostly raise the same,
+/// one after the other, and share the result again.
+#[derive(Default)]
+struct Raised(SmallVec<[(Seen, Stamp, Seen); 4]>);
+
+impl Raised {
+    fn raise(&mut self, own: &mut Seen, to: Stamp) {
+        if own.get(to.agent as usize).is_some_and(|seen| *seen >= to.time) {
+            return;
+        }
+        let known =
+            self.0.iter().find(|(before, stamp, _)| *stamp == to && Rc::ptr_eq(before, own));
+        if let Some((.., after)) = known {
+            *own = after.clone();
+            return;
+        }
+        let before = own.clone();
+        raise(own, to.agent, to.time);
+        if self.0.len() == 4 {
+            self.0.remove(0);
+        }
+        self.0.push((before, to, own.clone()));
+    }
+}
+
 /// The views of a CTA's threads. Agents are numbered: threads, then their proxy fences, then the
 /// warps' wgmmas, then all accesses before the last CTA barrier, then agents added later.
 pub(crate) struct Clocks {
@@ -248,6 +273,7 @@ pub(crate) struct Clocks {
     /// Agents that came later.
     late: Vec<Agent>,
     joins: Joins,
+    raised: Raised,
 }
 
 impl Clocks {
@@ -268,6 +294,7 @@ impl Clocks {
             views: warps.into_iter().flat_map(|view| std::iter::repeat_n(view, 32)).collect(),
             late: Vec::new(),
             joins: Joins::default(),
+            raised: Raised::default(),
         }
     }
 
@@ -427,6 +454,16 @@ impl Clocks {
         self.joins.join(&mut self.views[thread as usize], view);
     }
 
+    /// The thread's view, without its own accesses.
+    pub(crate) fn view(&self, thread: u32) -> View {
+        self.views[thread as usize].clone()
+    }
+
+    /// The part of it that concerns the own CTA.
+    pub(crate) fn seen(&self, thread: u32) -> &Seen {
+        &self.views[thread as usize].own
+    }
+
     /// The thread's view, in the form that other CTAs receive.
     pub(crate) fn publish(&mut self, thread: u32) -> Known {
         let mut view = View::default();
@@ -448,7 +485,14 @@ impl Clocks {
         self.advance_all(thread..thread + 1, agent, time);
     }
 
-    fn advance_all(&mut self, threads: Range<u32>, agent: u32, time: u32) {
+    /// The same, by threads that do it one after the other.
+    pub(crate) fn advance_each(&mut self, thread: u32, agent: u32, time: u32) {
+        let to = self.stamp(agent, time);
+        self.raised.raise(&mut self.views[thread as usize].own, to);
+    }
+
+    /// The same for several threads at once.
+    pub(crate) fn advance_all(&mut self, threads: Range<u32>, agent: u32, time: u32) {
         let mut last: Option<[Seen; 2]> = None;
         for view in &mut self.views[threads.start as usize..threads.end as usize] {
             match &last {

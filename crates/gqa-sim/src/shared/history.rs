@@ -32,8 +32,8 @@ pub(crate) enum Kind {
     Load(Stamp),
     /// A remote asynchronous store, which an mbarrier reports, arrives.
     Deliver(Stamp),
-    /// The TMA reads a box.
-    Store(Stamp),
+    /// The TMA reads a box, or the tensor cores an operand of `tcgen05.mma`.
+    Fetch(Stamp),
     /// The tensor cores read, for that wgmma group of the issuing warps.
     Multiply(u32),
 }
@@ -147,17 +147,17 @@ impl Touch {
     }
 
     fn is_async(&self) -> bool {
-        matches!(self.kind, Kind::Load(_) | Kind::Store(_) | Kind::Multiply(_))
+        matches!(self.kind, Kind::Load(_) | Kind::Fetch(_) | Kind::Multiply(_))
     }
 
     fn is_read(&self) -> bool {
-        matches!(self.kind, Kind::Read | Kind::Store(_) | Kind::Multiply(_))
+        matches!(self.kind, Kind::Read | Kind::Fetch(_) | Kind::Multiply(_))
     }
 
     /// What a read leaves behind.
     fn reads(&self, clocks: &Clocks) -> SmallVec<[Accesses; 1]> {
         let stamp = match self.kind {
-            Kind::Store(stamp) => stamp,
+            Kind::Fetch(stamp) => stamp,
             Kind::Multiply(group) => {
                 let warps = self.issuers.start / 32..self.issuers.end / 32;
                 return warps.map(|warp| Accesses::of(clocks.wgmma(warp, group))).collect();
@@ -185,7 +185,7 @@ impl<'a> Check<'a> {
 
     fn agent(&self) -> Agent {
         match self.touch.kind {
-            Kind::Load(stamp) | Kind::Store(stamp) => self.clocks.name(stamp),
+            Kind::Load(stamp) | Kind::Fetch(stamp) => self.clocks.name(stamp),
             Kind::Multiply(_) => Agent::Wgmma { warp: self.touch.issuers.start / 32 },
             _ => Agent::Thread(self.touch.issuers.start),
         }
@@ -196,7 +196,7 @@ impl<'a> Check<'a> {
     fn apply(&self, history: &mut History) -> Result<(), Trouble> {
         let now = || self.clocks.now(self.touch.issuers.start);
         let written = match self.touch.kind {
-            Kind::Read | Kind::Store(_) | Kind::Multiply(_) => return self.read(history),
+            Kind::Read | Kind::Fetch(_) | Kind::Multiply(_) => return self.read(history),
             Kind::Write | Kind::LandCopy => Written::Thread(now()),
             Kind::BeginCopy => Written::InFlight(now()),
             Kind::Initialise => Written::Mbarrier,

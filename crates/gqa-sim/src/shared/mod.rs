@@ -10,7 +10,7 @@ use crate::fault::FaultKind;
 use address::fault;
 pub(crate) use address::{BASE, Checked};
 use bytemuck::Pod;
-pub(crate) use clocks::{Clocks, Known, Stamp, View, join_known, raise};
+pub(crate) use clocks::{Clocks, Known, Seen, Stamp, View, join_known, raise};
 pub(crate) use history::{Kind, Touch};
 use order::Order;
 pub(crate) use shadow::Who;
