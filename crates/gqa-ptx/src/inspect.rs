@@ -13,7 +13,7 @@ pub const LOCAL_BYTES: &str = ".local bytes";
 /// Instructions that decide about correctness or speed: collectives, matrix and copy instructions,
 /// memory accesses, calls, aborts, and the slow functions. Plain arithmetic and moves change with
 /// every compiler and are not counted.
-const COUNTED: [&str; 30] = [
+const COUNTED: [&str; 31] = [
     "atom",
     "bar",
     "barrier",
@@ -41,6 +41,7 @@ const COUNTED: [&str; 30] = [
     "setmaxnreg",
     "shfl",
     "st",
+    "tcgen05",
     "trap",
     "vote",
     "wgmma",

@@ -24,6 +24,7 @@
 //! | between GPUs | [`Global`]`<u64>`: `load_pair_system(i)`, `store_pair_system(i, [u64; 2])`, two words, each in one piece; `nanoseconds()` |
 //! | between grids | `grid_dependency_wait()`, `launch_dependents()` |
 //! | warpgroup | `wgmma_{f16,bf16,e4m3}`, `wgmma_add_*`, `wgmma_registers_*`, `wgmma_k_major_{f16,bf16}`, `wgmma_fence()`, `wgmma_commit()`, `wgmma_wait::<N>()`, `registers_raise::<N>()`, `registers_lower::<N>()`, `named_barrier_sync(id, threads)`, `named_barrier_arrive(id, threads)` (SM 90a) |
+//! | tensor memory | `tcgen05_alloc(shared address, columns)`, `tcgen05_dealloc(address, columns)`, `tcgen05_relinquish()`, `tcgen05_mma_{f16,f8f6f4}(d, a, b, instruction, keep)`, with A in tensor memory `tcgen05_mma_tensor_*`, `tcgen05_commit(mbarrier)`, `tcgen05_ld_{32x32b,16x256b}::<N>(address) -> `[`TensorLoad`]`<N>`, `tcgen05_st_*`, `tcgen05_wait_{ld,st}()`, `tcgen05_fence_{before,after}()` (SM 100a, 103a) |
 //! | optimiser | `opaque(u32)`: the same value, hidden from the optimiser; `hidden_one()`: 1, with which products stay multiplications; `constant_of_{bf16,f16}::<BF16, F16>()`: a constant of that type, hidden likewise; [`Rolled`] |
 //! | abort | `trap()` |
 //!

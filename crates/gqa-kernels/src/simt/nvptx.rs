@@ -15,11 +15,13 @@ use core::mem::{transmute, transmute_copy};
 mod cluster;
 mod communicate;
 mod mbarrier;
+mod tensor_memory;
 mod tma;
 mod warpgroup;
 pub use cluster::*;
 pub use communicate::*;
 pub use mbarrier::*;
+pub use tensor_memory::*;
 #[cfg(any(
     feature = "family-hopper",
     feature = "family-hopper-masked",

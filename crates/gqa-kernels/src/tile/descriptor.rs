@@ -1,4 +1,6 @@
-//! Descriptors of `wgmma`'s operands in shared memory.
+//! Descriptors of the operands of `wgmma` and `tcgen05.mma` in shared memory.
+
+use crate::num::MmaElement;
 
 /// wgmma descriptor of a tile with the 128-byte swizzle: 8-row groups 1024 bytes apart, column
 /// chunks `chunk_bytes` apart.
@@ -25,4 +27,35 @@ impl Descriptor {
         const GROUP: u32 = 1024 >> 4;
         ((SWIZZLE_128 | GROUP) as u64) << 32 | (self.0 + (bytes >> 4)) as u64
     }
+}
+
+/// The same for `tcgen05.mma`.
+#[derive(Clone, Copy)]
+pub struct TensorDescriptor(u32);
+
+impl TensorDescriptor {
+    /// Of a tile in shared memory, whose chunks of 64 columns are `chunk_bytes` apart.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub fn new(address: u32, chunk_bytes: u32) -> Self {
+        Self(address >> 4 | (chunk_bytes >> 4) << 16)
+    }
+
+    /// The descriptor moved by `bytes`.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub fn at(self, bytes: u32) -> u64 {
+        const SWIZZLE_128: u32 = 2 << 29;
+        const VERSION: u32 = 1 << 14;
+        const GROUP: u32 = 1024 >> 4;
+        ((SWIZZLE_128 | VERSION | GROUP) as u64) << 32 | (self.0 + (bytes >> 4)) as u64
+    }
+}
+
+/// Instruction descriptor of `tcgen05.mma`: A of that many rows and 16 columns, K-major, times B of
+/// as many rows and `columns` columns, MN-major if `transposed`, else K-major; sums in f32.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+pub fn tensor_instruction<T: MmaElement>(rows: u32, columns: u32, transposed: bool) -> u32 {
+    const D_F32: u32 = 1 << 4;
+    const A_AND_B_BF16: u32 = 1 << 7 | 1 << 10;
+    let shape = (columns >> 3) << 17 | (rows >> 4) << 24;
+    D_F32 | (transposed as u32) << 16 | shape | T::constant::<A_AND_B_BF16, 0>()
 }

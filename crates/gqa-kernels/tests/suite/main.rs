@@ -1,6 +1,7 @@
 //! Kernels on the simulator, compared with what they shall compute. One program: each of its
 //! modules would else be linked with all kernels.
 
+mod blackwell;
 mod decode_quantized;
 mod flash;
 mod general;
