@@ -1,6 +1,7 @@
 //! A consumer warpgroup: 64 rows of every work tile of the CTA.
 
 mod again;
+mod idle;
 mod products;
 mod steps;
 
@@ -143,8 +144,19 @@ impl<
             self.pass_turn();
         }
         let mut at = self.begin();
-        if !at.keys.is_empty() {
-            self.attend(&mut at);
+        if !self.may_idle() {
+            if !at.keys.is_empty() {
+                self.attend(&mut at);
+            }
+        } else {
+            while !at.keys.is_empty() {
+                if self.is_idle(&at) {
+                    self.pass_over(&mut at);
+                } else {
+                    self.attend(&mut at);
+                    at = self.begun();
+                }
+            }
         }
         // Consumes the outstanding barrier phase before exit.
         if self.warpgroup == 0 {
@@ -152,9 +164,10 @@ impl<
         }
     }
 
-    /// The mainloop over all work tiles. Issues the next S = Q · Kᵀ before the current P · V,
-    /// across work tiles too, so that the softmax of a work tile's first scores and the epilogue of
-    /// its output also overlap with products.
+    /// The mainloop over all work tiles, or those up to one without rows of this warpgroup, whose
+    /// first K tile it passes over. Issues the next S = Q · Kᵀ before the current P · V, across
+    /// work tiles too, so that the softmax of a work tile's first scores and the epilogue of its
+    /// output also overlap with products.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn attend(&mut self, at: &mut Cursor) {
         let o = [0.0; O];
@@ -171,6 +184,10 @@ impl<
             self.wait_tile(self.kv);
             self.release_tile(self.kv);
             self.kv = self.kv.next(S::STAGES);
+        }
+        if self.may_idle() && self.works > 1 {
+            // The last V tile of the work tiles that this warpgroup has passed over.
+            self.pass_tile();
         }
         self.release_queries(at);
         self.cap_and_mask(&mut s, at);
@@ -190,17 +207,25 @@ impl<
             }
         }
         let State { mut o, weights, rows, begun } = state;
+        if self.may_idle() && !self.begun().keys.is_empty() {
+            self.pass_tile();
+        }
         self.clear_values(at, self.kv);
         self.wait_tile(self.kv);
         self.take_last_turn();
         self.issue_output(&mut o, begun, &weights, self.kv);
         self.pass_turn();
         wgmma_wait::<0>();
+        if self.may_idle() {
+            self.release_tile(self.kv);
+            self.kv = self.kv.next(S::STAGES);
+        }
         self.finish(&mut o, rows.states(), at.slot);
     }
 
     /// A step that masks scores, or that starts the next work tile and writes the output of the
-    /// finished one; all other steps are in `steps.rs`. Returns false at the end of the work.
+    /// finished one; all other steps are in `steps.rs`. Returns false at the end of the work, and
+    /// before a work tile without rows of this warpgroup.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn step_over_edge(&mut self, state: &mut State<W, O>, at: &mut Cursor) -> bool {
         let from = *at;
@@ -208,7 +233,7 @@ impl<
         let ends = any_sync(at.tile == at.keys.first);
         if ends {
             *at = self.begin();
-            if at.keys.is_empty() {
+            if self.is_idle(at) {
                 *at = from;
                 return false;
             }
@@ -234,13 +259,13 @@ impl<
             collect_sums::<S, O>(o, rows);
         }
         self.softmax.weigh(1, &mut s, rows);
-        if S::PACKS_EARLY {
+        if S::PACKS_EARLY || self.may_idle() {
             *weights = P::pack_weights::<C, W>(&s);
         }
         if ends {
             self.finish(o, done, from.slot);
         }
-        if !S::PACKS_EARLY {
+        if !S::PACKS_EARLY && !self.may_idle() {
             *weights = P::pack_weights::<C, W>(&s);
         }
         true
@@ -271,12 +296,7 @@ impl<
         mbarrier_wait(self.base + S::Q_FULL + 8 * self.q_tile(), self.q.parity);
         let slot = Slot::new::<S>(self.base, self.works);
         self.works += 1;
-        let mut keys = slot.keys();
-        if self.pointers.pages.is_some() && slot.has_gaps::<S>() {
-            // Masks every tile.
-            (keys.full_end, keys.cached_end) = (0, 0);
-        }
-        let keys = keys.agreed();
+        let keys = self.keys_of(slot);
         let rotation = self.pointers.rotation.filter(|rotation| rotation.params.dim > 0);
         if let Some(rotation) = rotation.filter(|_| !keys.is_empty()) {
             let tile = self.base + self.q_tile() * S::Q_BYTES;
@@ -296,6 +316,23 @@ impl<
         if let Some(factors) = self.scales.row_factors::<T, P, S>(rows, self.p) {
             self.softmax.factors = factors;
         }
+        self.cursor(slot, keys)
+    }
+
+    /// The key tiles of a work tile.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn keys_of(&self, slot: Slot) -> KeyTiles {
+        let mut keys = slot.keys();
+        if self.pointers.pages.is_some() && slot.has_gaps::<S>() {
+            // Masks every tile.
+            (keys.full_end, keys.cached_end) = (0, 0);
+        }
+        keys.agreed()
+    }
+
+    /// At the beginning of a work tile.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn cursor(&self, slot: Slot, keys: KeyTiles) -> Cursor {
         // For 16-bit operands and values of more than 128 columns one loop is faster: the unmasked
         // loop keeps K until P is checked, and with few stages that delays the next tiles.
         let mixed = self.p.softcap > 0.0 || S::DV > 128 && !S::IS_TRANSPOSED;

@@ -16,7 +16,9 @@ use crate::tile::warp::{LANES, sum as warp_sum};
 
 /// Threads of a CTA of the merge.
 pub const MERGE_THREADS: u32 = 32 * MERGE_WARPS;
-/// Rows of a row tile that a CTA merges. More CTAs take longer to begin than they save.
+/// CTAs of the merge on an SM.
+pub const MERGE_CTAS: u32 = 2;
+/// Rows of a row tile that a CTA merges at a time.
 pub(super) const MERGE_ROWS: u32 = MERGE_WARPS * WARP_ROWS as u32;
 
 const MERGE_WARPS: u32 = 8;
@@ -91,8 +93,10 @@ struct Merged {
     columns: [[f32; COLUMNS as usize]; 2],
 }
 
-/// The kernel that merges pieces. **Grid**: CTAs of the attention, then 16 rows of a tile. A CTA
-/// merges these rows of the row tile whose first piece that CTA of the attention had.
+/// The kernel that merges pieces. **Grid**: CTAs that share the rows of a tile, 16 at a time, for
+/// each CTA of the attention. A CTA merges its rows of the row tile whose first piece that CTA of
+/// the attention had. The grid is no larger than what runs at a time: most row tiles have few rows, and
+/// CTAs without any would begin behind the others.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn merge<T: MmaElement>(
     row_tiles: Global<u32>,
@@ -108,7 +112,7 @@ pub fn merge<T: MmaElement>(
     let schedule = Schedule { row_tiles, range_starts };
     let (columns, states) = (part_columns, part_states);
     let parts = Parts { columns, states, schedule, ctas: p.ctas, shortest: p.shortest };
-    let cta = block_idx_x();
+    let cta = block_idx_y();
     let [begin, end] = [0, 1].map(|next| schedule.range_start(cta + next));
     let [row_tile, group, keys] = end;
     if keys == 0 || is_within(begin, end) {
@@ -117,18 +121,23 @@ pub fn merge<T: MmaElement>(
     let words = tile_word(cta, row_tile);
     let [_, first, start, _] = row_tiles.load_vec((words + 4) as usize);
     let [past, total, ..] = row_tiles.load_vec((words + 8) as usize);
-    let row = block_idx_y() * MERGE_ROWS + warp() * WARP_ROWS as u32;
-    let found: [PackedRow; WARP_ROWS] = core::array::from_fn(|i| {
-        let row = Packing::Heads(p.tile_heads).find(first, row, i as u32);
-        PackedRow { is_empty: row.is_empty || row.token >= total.wrapping_sub(past), ..row }
-    });
-    let exists = found.map(|row| !row.is_empty);
-    let merged = parts.merge_rows(cta, end, (row, exists), &p);
-    for i in 0..WARP_ROWS {
-        if exists[i] {
-            let head = group * p.tile_heads + found[i].head;
-            let at = p.hopper.attention.out.at(0, head, start + found[i].token);
-            merged[i].store(out.offset(at), head, head_sink, &p);
+    let row = block_idx_x() * MERGE_ROWS + warp() * WARP_ROWS as u32;
+    for row in Rolled(row..ROWS, grid_dim_x() * MERGE_ROWS) {
+        let found: [PackedRow; WARP_ROWS] = core::array::from_fn(|i| {
+            let row = Packing::Heads(p.tile_heads).find(first, row, i as u32);
+            PackedRow { is_empty: row.is_empty || row.token >= total.wrapping_sub(past), ..row }
+        });
+        let exists = found.map(|row| !row.is_empty);
+        if !any_sync(exists[0] || exists[1]) {
+            continue;
+        }
+        let merged = parts.merge_rows(cta, end, (row, exists), &p);
+        for i in 0..WARP_ROWS {
+            if exists[i] {
+                let head = group * p.tile_heads + found[i].head;
+                let at = p.hopper.attention.out.at(0, head, start + found[i].token);
+                merged[i].store(out.offset(at), head, head_sink, &p);
+            }
         }
     }
 }

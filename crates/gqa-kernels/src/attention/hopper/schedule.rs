@@ -16,7 +16,8 @@
 //! one is behind all work. The merge reads both.
 //!
 //! **Shared memory**: sums, in the place of the K and V stages, which nothing has filled yet; where
-//! the range begins and ends, in the place of the [window](super::row_tiles).
+//! the range begins and ends, and its first row tile, in the place of the
+//! [window](super::row_tiles).
 
 use super::packing::Packing;
 #[cfg(not(target_arch = "nvptx64"))]
@@ -45,6 +46,8 @@ pub(super) const TILE_WORDS: u32 = 12;
 /// Words of a place where a range begins.
 pub(super) const START_WORDS: u32 = 4;
 
+/// Offset of the range's first row tile, in words behind where it begins and ends.
+const FIRST: u32 = 2 * START_WORDS;
 /// What the beginning of a row tile costs, in key tiles.
 const BEGINNING: u32 = 2;
 /// Offset of the row tiles of the sequences up to each one, behind the sums of the warps.
@@ -209,8 +212,8 @@ impl<S: Tile> Call<'_, S> {
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn leave(&self, begin: Start, end: Start) {
         let Parts { schedule, ctas, .. } = self.parts;
+        let here = Shared::<u32>::at(S::BYTES);
         if thread_idx() == 0 {
-            let here = Shared::<u32>::at(S::BYTES);
             for (i, [row_tile, group, keys]) in [begin, end].into_iter().enumerate() {
                 here.store_vec(START_WORDS * i as u32, [row_tile, group, keys, 0]);
             }
@@ -225,6 +228,9 @@ impl<S: Tile> Call<'_, S> {
             for i in 0..3 {
                 let at = tile_word(block_idx_x(), row_tile) + 4 * i as u32;
                 schedule.row_tiles.store_vec(at as usize, words[i]);
+                if row_tile == begin[0] {
+                    here.store_vec(FIRST + 4 * i as u32, words[i]);
+                }
             }
         }
     }
@@ -320,10 +326,9 @@ impl Schedule {
         let whole = (last - row_tile) * groups + behind - group;
         let left = if begin == end { 0 } else { whole + rest.min(1) };
         let (row_tiles, end) = (self.row_tiles, rest);
-        let mut range =
-            WorkRange { row_tiles, groups, heads, row_tile, group, from, left, end, held: 0 };
-        range.hold();
-        range
+        // Those of global memory would take longer to arrive.
+        let held = if left > 0 && lane() < TILE_WORDS { here.load(FIRST + lane()) } else { 0 };
+        WorkRange { row_tiles, groups, heads, row_tile, group, from, left, end, held }
     }
 }
 

@@ -46,13 +46,14 @@ impl Family for HopperPaged {
     }
 
     fn launches(&self, kernel: &Kernel, job: Job<'_>) -> Result<Vec<Launch>> {
+        let multiprocessors = job.device.multiprocessors;
         let paged = PagedCall::new(job, kernel.entry)?;
         let attention = paged.launch(&paged.params)?;
         if kernel.entry.role == Role::Attention {
             return Ok(vec![attention]);
         }
         let entry = beside(kernel.entry, Role::Merge)?;
-        let grid = kernels::merge_grid(&paged.params);
+        let grid = kernels::merge_grid(&paged.params, multiprocessors);
         let merge = launch(entry, grid, &paged.arguments, &paged.params)?;
         let programmatic = |launch| Launch { programmatic: true, ..launch };
         Ok(vec![programmatic(attention), programmatic(merge)])
