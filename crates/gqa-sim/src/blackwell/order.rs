@@ -12,7 +12,8 @@
 //! - another warp, after loads and stores: through the wait of that warp, `tcgen05_fence_before`,
 //!   any barrier or mbarrier, and `tcgen05_fence_after` of those who go on.
 //!
-//! To give memory back needs the waits and the barrier, but no fences.
+//! To give memory back needs the waits and the barrier, but no fences. What products read from
+//! shared memory must be ordered before a `tcgen05_fence_after` of the thread that issues them, too.
 //!
 //! Where documents disagree:
 //! - Only products into the same D form a pipeline in the ISA's list. Published kernels (CUTLASS's
@@ -22,6 +23,8 @@
 //!   asynchronous in 9.7.16.12.1. Here it completes later, at a time that the seed picks.
 //! - It says that threads ordered by fences and barriers pipeline products without a commit. That
 //!   is not simulated: another thread's products need their commit.
+//! - By its text products are not ordered after the wait for a copy of TMA without
+//!   `tcgen05.fence::after_thread_sync` between, which DeepGEMM has there. So it must be there.
 //! - It does not say what else the arrival of a commit releases. Here it is what the thread that
 //!   commits was ordered after, and none of its own accesses to other memory.
 //!
@@ -147,6 +150,11 @@ impl Order {
     /// Whether the warp has waited for loads of that time.
     pub(super) fn has_loaded(&self, warp: u32, time: u32) -> bool {
         self.warps[warp as usize].loads_done > time
+    }
+
+    /// What the thread saw at its last fence behind a barrier.
+    pub(super) fn behind_fence(&self, thread: u32) -> &Seen {
+        &self.after[thread as usize]
     }
 
     fn fence_before(&self, clocks: &mut Clocks, thread: u32) {

@@ -116,8 +116,7 @@ fn operand(
 ) -> Checked<Vec<f32>> {
     let units = Descriptor::new(descriptor).and_then(|place| place.units(operand.tile()));
     let units = refuse(block, units)?;
-    let touch = shared::Touch::by(block.who.thread, shared::Kind::Fetch(read));
-    block.shared.touch_units(&touch, units.iter().copied())?;
+    fetch(block, read, &units)?;
     let mut numbers = Vec::with_capacity((operand.extent * operand.depth()) as usize);
     for unit in units {
         for word in block.shared.peek(unit) {
@@ -131,6 +130,26 @@ fn operand(
             Major::Mn => turned(&numbers, operand.extent as usize),
         },
     ))
+}
+
+/// Checks the read of units of shared memory. They must be ordered before the thread, and before
+/// its last fence.
+fn fetch(block: &mut Block, read: shared::Stamp, units: &[u32]) -> Checked {
+    let thread = block.who.thread;
+    let touch = shared::Touch::by(thread, shared::Kind::Fetch(read));
+    block.shared.touch_units(&touch, units.iter().copied())?;
+    let (state, clocks) = begin(block);
+    let mut seen = state.order.behind_fence(thread).clone();
+    clocks.swap_seen(thread, &mut seen);
+    let fenced = block.shared.touch_units(&touch, units.iter().copied()).is_ok();
+    begin(block).1.swap_seen(thread, &mut seen);
+    match fenced {
+        true => Ok(()),
+        false => {
+            let what = "tcgen05_mma without tcgen05_fence_after behind the wait for its operands";
+            misuse(thread, what)
+        }
+    }
 }
 
 /// The same for A in tensor memory.

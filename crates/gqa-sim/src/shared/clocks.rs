@@ -464,6 +464,11 @@ impl Clocks {
         &self.views[thread as usize].own
     }
 
+    /// Exchanges that part.
+    pub(crate) fn swap_seen(&mut self, thread: u32, seen: &mut Seen) {
+        std::mem::swap(&mut self.views[thread as usize].own, seen);
+    }
+
     /// The thread's view, in the form that other CTAs receive.
     pub(crate) fn publish(&mut self, thread: u32) -> Known {
         let mut view = View::default();

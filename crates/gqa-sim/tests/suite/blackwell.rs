@@ -141,6 +141,7 @@ fn allocate(slot: u32, columns: u32) -> u32 {
         tcgen05_relinquish();
     }
     sync_threads();
+    tcgen05_fence_after();
     ld_shared(slot)
 }
 

@@ -37,6 +37,7 @@ enum Plant {
     NoFree,
     FreeOfHalf,
     NoProxyFence,
+    NoFenceBehindOperands,
     /// Keys that are not copied.
     MissingKeys,
     KeysOverwritten,
@@ -101,6 +102,9 @@ fn set_up(arguments: &Arguments, base: u32, plant: Plant) -> u32 {
         fence_proxy_async();
     }
     sync_threads();
+    if plant != NoFenceBehindOperands {
+        tcgen05_fence_after();
+    }
     ld_shared(base + SLOT)
 }
 
@@ -371,6 +375,7 @@ fn operands_in_shared_memory() {
         NoProxyFence,
         |kind| matches!(kind, FaultKind::MissingProxyFence { reader, .. } if *reader == product),
     );
+    finds(NoFenceBehindOperands, |kind| misuse(kind, "behind the wait for its operands"));
     finds(MissingKeys, |kind| matches!(kind, FaultKind::UninitialisedShared { thread: 0, .. }));
     finds(KeysOverwritten, |kind| match kind {
         FaultKind::AsyncRace { hazard, first, second, .. } => {
