@@ -170,8 +170,8 @@ impl Graph {
         Self::capture_with(stream, calls, |call, stream| call.enqueue_launch(number, stream))
     }
 
-    /// The driver captures whatever any thread puts into a stream, and a graph keeps no memory but
-    /// that of its own calls alive. So the stream that is captured is known to nobody else.
+    /// A capture records work of any thread on the stream, but the graph keeps only the memory of
+    /// its own calls alive. So a private stream is captured.
     fn capture_with(
         stream: &Stream,
         calls: &[Arc<Call>],

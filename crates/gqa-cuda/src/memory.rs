@@ -73,7 +73,7 @@ impl DeviceTensor {
             while filled < self.bytes {
                 let more = filled.min(self.bytes - filled);
                 let to = self.pointer + filled as u64;
-                // SAFETY: the source range was written before, and the range behind it is large
+                // SAFETY: the source range has been written, and the destination range is large
                 // enough.
                 unsafe { raw::memory::copy(to, self.pointer, more, stream.raw())? };
                 filled += more;

@@ -28,8 +28,8 @@ pub struct Shipped {
 /// Kernels whose PTX is packed together, beside that of other modules.
 #[derive(Debug)]
 struct File {
-    /// Their names; behind that of a kernel for float16 without PTX of its own, the name of its
-    /// twin for bfloat16, from whose PTX [`gqa_ptx::as_f16`] makes it.
+    /// The kernels' names. A float16 kernel without its own PTX also has the name of its bfloat16
+    /// twin, from whose PTX [`gqa_ptx::as_f16`] makes it.
     kernels: &'static [(&'static str, Option<&'static str>)],
     /// As `gqa_ptx::pack` makes it.
     packed: &'static [u8],

@@ -70,7 +70,7 @@ pub(super) fn check(views: &Views<'_>, plan: &Plan) -> Result<()> {
     if views.iter().count() == known { Ok(()) } else { foreign(views, plan) }
 }
 
-/// Checks that those of the plan's tensors are present as its problem has them.
+/// Checks that the plan's tensors are present, with the types and shapes of its problem.
 pub(super) fn check_some<const N: usize>(
     views: &Views<'_>,
     plan: &Plan,
@@ -94,7 +94,7 @@ fn check_one(views: &Views<'_>, id: TensorId, spec: &TensorSpec) -> Result<()> {
     Err(Error::invalid(id.name(), got, allowed))
 }
 
-/// Errs where there is a tensor with elements that the plan's problem lacks.
+/// Errs if a tensor with elements is given that the plan's problem does not have.
 #[cold]
 fn foreign(views: &Views<'_>, plan: &Plan) -> Result<()> {
     let is_known = |id| plan.tensors().iter().any(|(known, _)| *known == id);

@@ -96,8 +96,8 @@ pub mod scales {
 pub mod overlap {
     /// Nothing.
     pub const NONE: u32 = 0;
-    /// Ask for lengths and cache: that launch writes nothing that the step reads but queries, new
-    /// keys and new values. Kernels that ask for keys ahead heed it.
+    /// Load lengths and cache: of what the step reads, that launch writes only queries, new keys and
+    /// new values. Kernels that load keys early obey it.
     pub const CACHE: u32 = 1;
     /// All it has to do, over a paged KV cache: neither launch reads or writes what the other one
     /// writes. It ends when that launch has ended.
@@ -246,8 +246,8 @@ layer!(
     HopperParams; hopper.attention.k in Strides; hopper.attention.v in Strides
 );
 
-/// How far rows of a paged KV cache are apart, in units that divide the strides of blocks and rows:
-/// a number of 32 bits then tells each row's place. Of a contiguous cache the unit is a row.
+/// Distances of rows and blocks of a paged KV cache, in units that divide both strides, so that 32
+/// bits number every row. In a contiguous cache the unit is a row.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
 pub struct PageSteps {
@@ -309,8 +309,8 @@ layer!(Float8Params fixes scales, reserved; attention in AttentionParams);
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 pub struct Float8OperandsParams {
-    /// Attention. Strides of keys and values, which are quantized values, count bytes; those of
-    /// queries are of such as are given.
+    /// Attention. Strides of the quantized keys and values count bytes. `q` has the strides of the
+    /// queries as given.
     pub attention: AttentionParams,
     /// Strides of the new keys given.
     pub new_k: Strides,
@@ -627,14 +627,14 @@ pub struct PagedParams {
     pub block_size: u32,
     /// Blocks of a sequence: columns of block_table.
     pub per_sequence: u32,
-    /// 1: `paged_append` writes queries for attention. 0: that reads them where they are.
+    /// 1: `paged_append` copies queries for attention. 0: attention reads them in place.
     pub moves_queries: u32,
     /// What k_scale and v_scale are for: one of [`scales`].
     pub scales: u32,
-    /// 1: `paged_append`, where it writes no queries, looks for the sequence of each token. 0: for
-    /// the token of each of a sequence's S rows, of which many may be none.
+    /// 1: `paged_append` walks all tokens and finds the sequence of each (only if it copies no
+    /// queries). 0: it walks S rows of every sequence, many of which may be no tokens.
     pub by_token: u32,
-    /// `paged_append` and `paged_dequantize` leave out rows of sequences of fewer tokens.
+    /// `paged_append` and `paged_dequantize` skip sequences with fewer tokens.
     pub least: u32,
     /// Newest rows that a token sees, its own included; 0: all. `paged_gather` and
     /// `paged_dequantize` do not read others.
@@ -743,8 +743,8 @@ pub struct DecodeParams {
     pub at_a_time: u32,
     /// What the launch may do while the one ahead of it still runs: one of [`overlap`].
     pub overlap: u32,
-    /// 1: no window, and no cluster appends rows that another one reads, so that keys may be asked
-    /// for before it is known how many there are.
+    /// 1: no window, and no cluster appends rows that another one reads, so that keys may be loaded
+    /// before the length is known.
     pub ahead: u32,
     /// What k_scale and v_scale are for: one of [`scales`].
     pub scales: u32,
@@ -762,12 +762,12 @@ layer!(
     AttentionParams; rotary in RotaryParams
 );
 
-/// Scalars of the decode kernels whose cache consists of blocks, of elements or quantized values.
+/// Scalars of the decode kernels over a paged KV cache, quantized or not.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 pub struct PagedDecodeParams {
-    /// The step: `q_len` is the most tokens of a sequence that it takes, batch strides are 0.
-    /// Nothing is asked for ahead.
+    /// The step: `q_len` is the most tokens of a sequence that it takes, batch strides are 0, `ahead`
+    /// is 0.
     pub decode: DecodeParams,
     /// How far rows of the cache are apart.
     pub steps: PageSteps,

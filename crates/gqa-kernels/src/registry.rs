@@ -14,8 +14,8 @@
 /// Rows of one argument list, of one family and role. `NAME => BODY, T = TYPE, { head_size, rows,
 /// keys, threads, min_blocks, shared, hot, min_sm }`; where blocks form clusters or pass data to
 /// each other, `cluster` (the most blocks of a cluster), `pads` where smaller heads are padded, and
-/// `communicates` follow, `formats` where the KV cache is quantized, `output` ([`Output`]) where
-/// that is of another type than `T`, `exact_sums` where a family has a kernel for log-sum-exp
+/// `communicates` follow, `formats` where the KV cache is quantized, `outputs` ([`Output`]) where
+/// there are others than `T`, `exact_sums` where a family has a kernel for log-sum-exp
 /// apart, and `value_size` where values have another head size than keys.
 /// Tensor maps come first, numbered from 0, `[q 0, k 1]`, then pointer arguments, the by-value
 /// parameter struct last. `seqlens_k: i32` stands for all tensors that say how long sequences are
@@ -105,7 +105,7 @@ macro_rules! host_entry {
             { $($arg:ident: $aty:ty,)* } { $($taken:expr,)* } $p:ident: $pty:ty
         ),
      { head_size: $head:expr, rows: $rows:expr, keys: $keys:expr, threads: $threads:expr, min_blocks: $min_blocks:expr, shared: $shared:expr, hot: $hot:expr, min_sm: $sm:expr
-       $(, cluster: $cluster:expr)? $(, pads: $pads:expr)? $(, communicates: $communicates:expr)? $(, formats: $formats:expr)? $(, output: $output:ident)? $(, exact_sums: $exact_sums:literal)? $(, value_size: $value_size:expr)? }) => {
+       $(, cluster: $cluster:expr)? $(, pads: $pads:expr)? $(, communicates: $communicates:expr)? $(, formats: $formats:expr)? $(, outputs: [$($output:ident),*])? $(, exact_sums: $exact_sums:literal)? $(, value_size: $value_size:expr)? }) => {
         crate::registry::Entry {
             name: stringify!($name),
             family: crate::registry::Family::$family,
@@ -113,7 +113,7 @@ macro_rules! host_entry {
             role: crate::registry::Role::$role,
             dtype: <$ty as crate::num::Element>::DTYPE,
             formats: optional!(&[] $(, $formats)?),
-            output: optional!(crate::registry::Output::Element $(, crate::registry::Output::$output)?),
+            outputs: optional!(&[crate::registry::Output::Element] $(, &[$(crate::registry::Output::$output),*])?),
             exact_sums: optional!(false $(, $exact_sums)?),
             head_size: $head,
             value_size: optional!($head $(, $value_size)?),
@@ -177,13 +177,16 @@ macro_rules! oldest_sm {
 /// NAME => SHAPE, blocks that fit on an SM together`, and then what is special about it. A `quick`
 /// device build leaves out the second set.
 macro_rules! kernels_by_head_size {
-    ($table:ident, $family:ident: $role:ident, $feature:literal, $args:tt, communicates: $communicates:literal, { $($quick:tt)* }, unless quick { $($full:tt)* }) => {
-        kernels_by_head_size!(@rows $table, $family: $role, $feature, $args, $communicates, {
+    ($table:ident, $family:ident: $role:ident, $feature:literal, $args:tt, communicates: $communicates:literal, { $($quick:tt)* }, $($rest:tt)*) => {
+        kernels_by_head_size!($table, $family: $role, $feature, $args, communicates: $communicates, outputs: [Element], { $($quick)* }, $($rest)*);
+    };
+    ($table:ident, $family:ident: $role:ident, $feature:literal, $args:tt, communicates: $communicates:literal, outputs: $outputs:tt, { $($quick:tt)* }, unless quick { $($full:tt)* }) => {
+        kernels_by_head_size!(@rows $table, $family: $role, $feature, $args, $communicates, $outputs, {
             @(all()) $($quick)*
             @(not(all(target_arch = "nvptx64", feature = "quick"))) $($full)*
         });
     };
-    (@rows $table:ident, $family:ident: $role:ident, $feature:literal, $args:tt, $communicates:literal, {
+    (@rows $table:ident, $family:ident: $role:ident, $feature:literal, $args:tt, $communicates:literal, $outputs:tt, {
         $(@($when:meta) $($f16:ident, $bf16:ident => $shape:ty, $min_blocks:literal $(, exact_sums: $exact:literal)? $(, value_size: $values:literal)?;)*)*
     }) => {
         kernels!($table, $family: $role, $feature, $args, { $($(
@@ -192,13 +195,13 @@ macro_rules! kernels_by_head_size {
                 head_size: <$shape>::HEAD_SIZE, rows: <$shape>::ROWS, keys: <$shape>::KEYS, threads: <$shape>::THREADS,
                 min_blocks: $min_blocks, shared: <$shape>::SHARED_BYTES, hot: true,
                 min_sm: oldest_sm!($shape, f16),
-                communicates: $communicates $(, exact_sums: $exact)? $(, value_size: $values)? };
+                communicates: $communicates, outputs: $outputs $(, exact_sums: $exact)? $(, value_size: $values)? };
             #[cfg($when)]
             $bf16 => <$shape>::run, T = bf16, {
                 head_size: <$shape>::HEAD_SIZE, rows: <$shape>::ROWS, keys: <$shape>::KEYS, threads: <$shape>::THREADS,
                 min_blocks: $min_blocks, shared: <$shape>::SHARED_BYTES, hot: true,
                 min_sm: oldest_sm!($shape, bf16),
-                communicates: $communicates $(, exact_sums: $exact)? $(, value_size: $values)? };
+                communicates: $communicates, outputs: $outputs $(, exact_sums: $exact)? $(, value_size: $values)? };
         )*)* });
     };
 }

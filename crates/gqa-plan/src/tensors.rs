@@ -256,8 +256,8 @@ impl<T> Tensors<T> {
         self
     }
 
-    /// Those that a call of `problem` reads or writes: an operator may have inputs for which its
-    /// attributes have no use.
+    /// The tensors that a call of `problem` uses: an operator may have inputs that its attributes
+    /// make unused.
     pub fn only_of(self, problem: &Problem) -> Self {
         let mut all = self;
         for (id, value) in TensorId::ALL.into_iter().zip(&mut all.0) {

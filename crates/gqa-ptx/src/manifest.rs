@@ -247,10 +247,10 @@ fn twins<'a>(kernels: &[(&'a str, &'a str)]) -> HashMap<&'a str, &'a str> {
 /// Of files of kernels.
 pub const EXTENSION: &str = "ptx.packed";
 
-/// A kernel's name without the 16-bit element type, the output type, the marks for padded heads and
-/// paged KV caches, and the suffix behind the head size.
+/// A kernel's name without the 16-bit element type, the marks for padded heads and paged KV caches,
+/// and the suffix behind the head size.
 fn common_name(kernel: &str) -> String {
-    const SHARED: [&str; 6] = ["f16", "bf16", "out32", "out8", "padded", "paged"];
+    const SHARED: [&str; 4] = ["f16", "bf16", "padded", "paged"];
     let is_head_size =
         |word: &str| word.strip_prefix('d').is_some_and(|size| size.parse::<u32>().is_ok());
     let is_shared = |word: &&str| !SHARED.contains(word);

@@ -1,5 +1,5 @@
-//! The driver's functions with Rust types and results. Elsewhere only a result's name and a tensor
-//! map are asked of the driver.
+//! The driver's functions with Rust types and results. Other files call the driver only for the
+//! name of a result and for tensor maps.
 //!
 //! Except for [`start`] and [`context`], every function needs a current context, and handles that
 //! belong to it.

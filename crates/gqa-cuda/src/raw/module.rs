@@ -23,7 +23,7 @@ pub(in super::super) fn load(
     ptx: &CStr,
     entry: &CStr,
 ) -> Result<(Code, RawFunction), (Failure, String)> {
-    // The other way also serves drivers that fail in the first, or tells why.
+    // The second way also works with drivers on which the first fails, or returns the reason.
     relaxed(|| load_library(ptx, entry).or_else(|_| load_module(ptx, entry)))
         .map_err(|failure| (failure, String::new()))?
 }
@@ -41,8 +41,8 @@ pub(in super::super) fn relaxed<T>(work: impl FnOnce() -> T) -> Result<T, Failur
     Ok(done)
 }
 
-/// Without options, as the driver compiles the text when the function is asked for, and would write
-/// to buffers for a log until then.
+/// Without options: the driver compiles the text when the function is looked up, and a log buffer
+/// would have to live until then.
 fn load_library(ptx: &CStr, entry: &CStr) -> Result<(Code, RawFunction), Failure> {
     let (mut library, none): (RawLibrary, _) = (null_mut(), null_mut());
     // SAFETY: the text ends with a NUL; there are no options.

@@ -264,9 +264,8 @@ impl<'a> Call<'a> {
         }
     }
 
-    /// Rows that a rolling KV cache holds of a sequence of `total` tokens: when it is full, the
-    /// oldest rows are evicted before the next one comes, as many as leave room for that row and
-    /// the earlier rows in its window.
+    /// Number of rows that a rolling KV cache holds after `total` tokens. When it is full, the
+    /// oldest rows are evicted before the next token, except for those in that token's window.
     fn resident(&self, total: usize) -> usize {
         let ProblemFields { capacity, window, .. } = **self.problem;
         let evicted = capacity + 1 - window.unwrap_or(capacity);

@@ -128,10 +128,10 @@ fn kernels_of_hopper_write_it() {
         (Call::new(DType::BF16, 64, 1, 150), shaped(2, 1), "gqa_decode_bf16_d64_r8"),
         (Call::new(DType::F16, 96, 3, 190), shaped(1, 3), "gqa_decode_f16_d96_r16"),
         (Call::new(DType::BF16, 256, 2, 150), shaped(2, 2), "gqa_decode_bf16_d256_r8"),
-        (Call::new(DType::F16, 64, 100, 100), off(), "gqa_hopper_out8_f16_d64"),
-        (Call::new(DType::BF16, 128, 70, 190), off(), "gqa_hopper_out8_bf16_d128"),
-        (Call::new(DType::F16, 80, 66, 66), off(), "gqa_hopper_out8_f16_d96"),
-        (Call::new(DType::BF16, 256, 64, 64), off(), "gqa_hopper_out8_bf16_d256"),
+        (Call::new(DType::F16, 64, 100, 100), off(), "gqa_hopper_f16_d64_r128"),
+        (Call::new(DType::BF16, 128, 70, 190), off(), "gqa_hopper_bf16_d128"),
+        (Call::new(DType::F16, 80, 66, 66), off(), "gqa_hopper_f16_d80_r128"),
+        (Call::new(DType::BF16, 256, 64, 64), off(), "gqa_hopper_bf16_d256"),
     ] {
         for layout in [Layout::Bsnh, Layout::Bnsh] {
             let call = Call { layout, ..call };

@@ -22,7 +22,7 @@
 //! **Numerics**: weights are `exp2` of differences to the largest log-sum-exp; all sums are f32.
 //! The attention sink is added here, once.
 
-use super::out::OutElement;
+use super::out::Results;
 use super::split_kv::MAX_SPLITS;
 use crate::concept::softmax::{LOG2_E, SoftmaxState};
 use crate::num::MmaElement;
@@ -89,33 +89,35 @@ fn has_few_splits(p: &AttentionParams) -> bool {
     p.splits <= FEW
 }
 
-/// The kernel, with output of type `O`.
+/// The kernel. Output is in the element type, or in f32 where `out_f32` is not null.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
-pub fn combine<T: MmaElement, O: OutElement>(
+pub fn combine<T: MmaElement>(
     partial_out: Global<f32>,
     partial_lse: Global<f32>,
     seqlens: Seqlens,
     head_sink: Global<T>,
-    out: Global<O>,
+    out: Global<T>,
+    out_f32: Global<f32>,
     lse: Global<f32>,
     p: AttentionParams,
 ) {
+    let out = Results::unscaled(out, out_f32);
     if has_few_splits(&p) {
-        combine_rows::<T, O, true>(&p, partial_out, partial_lse, seqlens, head_sink, out, lse);
+        combine_rows::<T, true>(&p, partial_out, partial_lse, seqlens, head_sink, out, lse);
     } else {
-        combine_rows::<T, O, false>(&p, partial_out, partial_lse, seqlens, head_sink, out, lse);
+        combine_rows::<T, false>(&p, partial_out, partial_lse, seqlens, head_sink, out, lse);
     }
 }
 
 /// Merges the rows of this thread's team.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
-fn combine_rows<T: MmaElement, O: OutElement, const IS_WARP: bool>(
+fn combine_rows<T: MmaElement, const IS_WARP: bool>(
     p: &AttentionParams,
     partial_out: Global<f32>,
     partial_lse: Global<f32>,
     seqlens: Seqlens,
     head_sink: Global<T>,
-    out: Global<O>,
+    out: Results<T>,
     lse: Global<f32>,
 ) {
     // A call has rows and heads: max(1) spares the division by zero check. The number of all rows
@@ -140,8 +142,8 @@ fn combine_rows<T: MmaElement, O: OutElement, const IS_WARP: bool>(
         sync_warp();
 
         let source = partial_out.offset(place * p.head_size as usize);
-        let to = out.offset(p.out.at(batch, head, s));
-        add_up::<O, IS_WARP>(p, weights, source, rows as usize * p.head_size as usize, to);
+        let stride = rows as usize * p.head_size as usize;
+        add_up::<T, IS_WARP>(p, weights, source, stride, out, p.out.at(batch, head, s));
         if Team::<IS_WARP>::thread() == 0 && !lse.is_null() {
             lse.store(place, log_sum_exp);
         }
@@ -182,14 +184,15 @@ fn over_lanes(value: f32, join: impl Fn(f32, f32) -> f32) -> f32 {
 }
 
 /// Sums the row, `weights[split] · partial_out[split · stride ..]`, in passes of 32 units of eight
-/// columns.
+/// columns, and writes it to `out` from element `at` on.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
-fn add_up<O: OutElement, const IS_WARP: bool>(
+fn add_up<T: MmaElement, const IS_WARP: bool>(
     p: &AttentionParams,
     weights: Shared<f32>,
     partial_out: Global<f32>,
     stride: usize,
-    out: Global<O>,
+    out: Results<T>,
+    at: usize,
 ) {
     let units = p.head_size / UNIT;
     let across = units.next_power_of_two().min(32);
@@ -204,10 +207,10 @@ fn add_up<O: OutElement, const IS_WARP: bool>(
         let of_warp = add_lanes(mine, across);
         if IS_WARP {
             if lane() < across && unit < units {
-                O::store_unit(out, column, of_warp);
+                out.store(at + column, of_warp);
             }
         } else {
-            add_warps(of_warp, lane() < across && unit < units, column, out);
+            add_warps(of_warp, lane() < across && unit < units, out, at + column);
         }
         unit += across;
     }
@@ -215,7 +218,7 @@ fn add_up<O: OutElement, const IS_WARP: bool>(
 
 /// Adds the sums of the CTA's warps for the same columns; threads with `writes` write the result.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
-fn add_warps<O: OutElement>(of_warp: [f32; 8], writes: bool, column: usize, out: Global<O>) {
+fn add_warps<T: MmaElement>(of_warp: [f32; 8], writes: bool, out: Results<T>, at: usize) {
     let sums_of = |warp: u32| Shared::<f32>::at(SUMS).offset((warp * 32 + lane()) * UNIT);
     store(sums_of(warp()), of_warp);
     sync_threads();
@@ -224,7 +227,7 @@ fn add_warps<O: OutElement>(of_warp: [f32; 8], writes: bool, column: usize, out:
         for warp in 0..WARPS {
             add(&mut sums, 1.0, [sums_of(warp).load_vec(0), sums_of(warp).load_vec(4)]);
         }
-        O::store_unit(out, column, sums);
+        out.store(at, sums);
     }
     sync_threads();
 }

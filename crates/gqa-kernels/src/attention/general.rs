@@ -38,6 +38,7 @@
 //! **Alignment.** None is needed: rows that are not whole 16-byte vectors are staged element by
 //! element.
 
+use super::out::store_rounded;
 use crate::concept::band::Band;
 use crate::concept::heads::Group;
 use crate::concept::mask::Visible;
@@ -94,9 +95,9 @@ fn tiles_per_head(p: &AttentionParams) -> u32 {
     Group::new(p.q_heads, p.kv_heads).rows(p.q_len).div_ceil(ROWS)
 }
 
-/// The kernel, with output of type `O`.
+/// The kernel. Output is in the element type, or in f32 where `out_f32` is not null.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
-pub fn general<T: Element, O: Element>(
+pub fn general<T: Element>(
     q: Global<T>,
     k: Global<T>,
     v: Global<T>,
@@ -104,14 +105,15 @@ pub fn general<T: Element, O: Element>(
     bias: Global<T>,
     mask: Global<u8>,
     head_sink: Global<T>,
-    out: Global<O>,
+    out: Global<T>,
+    out_f32: Global<f32>,
     lse: Global<f32>,
     output_qk: Global<T>,
     p: MaskedParams,
 ) {
     let masked = &p;
     let p = &masked.attention;
-    let call = Call { q, k, v, bias, mask, head_sink, out, lse, output_qk, masked, p };
+    let call = Call { q, k, v, bias, mask, head_sink, out, out_f32, lse, output_qk, masked, p };
     let tiles = tiles(p);
     let mut tile = block_idx_x() as u64;
     while tile < tiles {
@@ -219,14 +221,15 @@ impl Row {
 }
 
 /// The tensors and the scalars.
-struct Call<'a, T, O> {
+struct Call<'a, T> {
     q: Global<T>,
     k: Global<T>,
     v: Global<T>,
     bias: Global<T>,
     mask: Global<u8>,
     head_sink: Global<T>,
-    out: Global<O>,
+    out: Global<T>,
+    out_f32: Global<f32>,
     lse: Global<f32>,
     output_qk: Global<T>,
     masked: &'a MaskedParams,
@@ -246,7 +249,7 @@ struct Head<T> {
 
 type Accumulators = [[f32; LANE_COLUMNS]; WARP_ROWS];
 
-impl<T: Element, O: Element> Call<'_, T, O> {
+impl<T: Element> Call<'_, T> {
     /// Computes one tile of rows.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn attend(&self, tile: &Tile) {
@@ -423,7 +426,7 @@ impl<T: Element, O: Element> Call<'_, T, O> {
         for (c, accumulator) in accumulators.iter().enumerate() {
             let column = 32 * c as u32 + lane();
             if column < self.masked.v_head_size {
-                self.out.store(at + column as usize, O::from_f32(accumulator * factor));
+                store_rounded(self.out, self.out_f32, at + column as usize, accumulator * factor);
             }
         }
         if !self.lse.is_null() && lane() == 0 {

@@ -252,7 +252,11 @@ impl<
 impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
     Hopper<D, N, 2, C, W, O, 0, false, false>
 {
-    /// The kernel of two warpgroups, which have registers left to rotate queries.
+    /// Whether output may be e4m3. With larger tiles ptxas spills if there are two output types.
+    const MAY_QUANTIZE_OUTPUT: bool = N <= 128;
+
+    /// The kernel of two warpgroups, which have registers left to rotate queries. Where `out_f8` is
+    /// not null, output is e4m3: stored output = true output / `out_scale`.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn run<T: MmaElement>(
         q: TensorMap,
@@ -263,28 +267,7 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
         seqlens: Seqlens,
         head_sink: Global<T>,
         out: Global<T>,
-        lse: Global<f32>,
-        counter: Global<u32>,
-        p: HopperParams,
-    ) {
-        let HopperParams { attention, rotary, v_head_size, .. } = p;
-        let rotation = Some(Rotation { cos, sin, params: rotary });
-        let to = Destination::new(out, lse, v_head_size);
-        let pointers = Pointers { mask: None, rotation, pages: None, scales: None, head_sink, to };
-        Self::attend::<T, T, ()>([q, k, v], seqlens, pointers, counter, &attention, (), |_| ());
-    }
-
-    /// `run` with e4m3 output: stored output = true output / `out_scale`.
-    #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub fn run_scaled<T: MmaElement>(
-        q: TensorMap,
-        k: TensorMap,
-        v: TensorMap,
-        cos: Global<T>,
-        sin: Global<T>,
-        seqlens: Seqlens,
-        head_sink: Global<T>,
-        out: Global<e4m3>,
+        out_f8: Global<e4m3>,
         out_scale: Global<f32>,
         lse: Global<f32>,
         counter: Global<u32>,
@@ -292,9 +275,10 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
     ) {
         let HopperParams { attention, rotary, v_head_size, .. } = p;
         let rotation = Some(Rotation { cos, sin, params: rotary });
-        let quantized = Some(Quantized { out, scale: out_scale });
-        let to = Destination { quantized, ..Destination::new(Global::null(), lse, v_head_size) };
-        let pointers = Pointers { mask: None, rotation, pages: None, scales: None, head_sink, to };
+        let quantized = (Self::MAY_QUANTIZE_OUTPUT && !out_f8.is_null())
+            .then_some(Quantized { out: out_f8, scale: out_scale });
+        let to = Destination { quantized, ..Destination::new(out, lse, v_head_size) };
+        let pointers = Pointers { rotation, ..Pointers::new(head_sink, to) };
         Self::attend::<T, T, ()>([q, k, v], seqlens, pointers, counter, &attention, (), |_| ());
     }
 
@@ -369,7 +353,7 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
         let rotation = Some(Rotation { cos, sin, params: p.hopper.rotary });
         let lengths = Seqlens::of_pages(pages.sequences.past_seqlens);
         let pages = Some(pages);
-        let pointers = Pointers { mask: None, rotation, pages, scales: None, head_sink, to };
+        let pointers = Pointers { rotation, pages, ..Pointers::new(head_sink, to) };
         Self::attend::<T, T, ()>(maps, lengths, pointers, counter, &p.hopper.attention, (), |_| ());
     }
 }
@@ -397,7 +381,7 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
         let per = ScalesPer::new(p.scales);
         let scales = Some(Float8Scales { row_factors, v_scale, per });
         let to = Destination::new(out, Global::null(), p.attention.head_size);
-        let pointers = Pointers { mask: None, rotation: None, pages: None, scales, head_sink, to };
+        let pointers = Pointers { scales, ..Pointers::new(head_sink, to) };
         Self::attend::<T, Float8, ()>(
             [q, k, v],
             seqlens,
@@ -436,7 +420,7 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
         let to = Destination::new(out, lse, v_head_size);
         let per = ScalesPer::new(p.scales);
         let scales = Scales::new(k_scale, v_scale, per);
-        let pointers = Pointers { mask: None, rotation, pages: None, scales: None, head_sink, to };
+        let pointers = Pointers { rotation, ..Pointers::new(head_sink, to) };
         Self::attend_quantized::<T, FLOAT8_KEYS>(
             [q, k, v],
             (seqlens, counter),
@@ -472,7 +456,7 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
         let pages = Some(Pages::new(starts, past_seqlens, block_table, &p.paged));
         let per = ScalesPer::new(p.scales);
         let scales = Scales::new(k_scale, v_scale, per);
-        let pointers = Pointers { mask: None, rotation, pages, scales: None, head_sink, to };
+        let pointers = Pointers { rotation, pages, ..Pointers::new(head_sink, to) };
         Self::attend_quantized::<T, FLOAT8_KEYS>(
             [q, k, v],
             (Seqlens::of_pages(past_seqlens), counter),
@@ -520,8 +504,7 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
         p: AttentionParams,
     ) {
         let to = Destination::new(out, lse, p.head_size);
-        let pointers =
-            Pointers { mask: None, rotation: None, pages: None, scales: None, head_sink, to };
+        let pointers = Pointers::new(head_sink, to);
         Self::attend::<T, T, ()>([q, k, v], seqlens, pointers, counter, &p, (), |_| ());
     }
 }
@@ -544,8 +527,7 @@ impl<const D: u32, const N: u32, const G: u32, const C: usize, const W: usize, c
         p: AttentionParams,
     ) {
         let to = Destination { partial_out, ..Destination::new(out, partial_lse, p.head_size) };
-        let pointers =
-            Pointers { mask: None, rotation: None, pages: None, scales: None, head_sink, to };
+        let pointers = Pointers::new(head_sink, to);
         Self::attend::<T, T, ()>([q, k, v], seqlens, pointers, counter, &p, (), |_| ());
     }
 }
@@ -570,7 +552,7 @@ impl<const D: u32, const N: u32, const G: u32, const C: usize, const W: usize, c
     ) {
         let mask = Some(Mask::new(tiles, bias, &p));
         let to = Destination::new(out, lse, p.v_head_size);
-        let pointers = Pointers { mask, rotation: None, pages: None, scales: None, head_sink, to };
+        let pointers = Pointers { mask, ..Pointers::new(head_sink, to) };
         Self::attend::<T, T, ()>([q, k, v], seqlens, pointers, counter, &p.attention, (), |_| ());
     }
 }

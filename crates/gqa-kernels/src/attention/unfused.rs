@@ -29,6 +29,7 @@
 //! **Numerics.** f32 throughout, one rounding at the end. V past the end of a sequence is not read.
 
 use super::general::{add_bias, warp_max, warp_sum};
+use super::out::store_rounded;
 use crate::concept::band::Band;
 use crate::concept::heads::Group;
 use crate::concept::softmax::PlainState;
@@ -376,13 +377,14 @@ impl<T: Element> Line<'_, T> {
     }
 }
 
-/// P times V, as elements of `O`.
+/// P times V, in the element type, or in f32 where `out_f32` is not null.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
-pub fn unfused_values<T: Element, O: Element>(
+pub fn unfused_values<T: Element>(
     v: Global<T>,
     seqlens: Seqlens,
     scores: Global<f32>,
-    out: Global<O>,
+    out: Global<T>,
+    out_f32: Global<f32>,
     masked: MaskedParams,
 ) {
     let p = &masked.attention;
@@ -392,7 +394,7 @@ pub fn unfused_values<T: Element, O: Element>(
         let tile = Tile::new(number, masked.v_head_size, p);
         let band = Band::new(seqlens.load(tile.batch, p.q_len), &masked);
         let product = values_tile(&tile, band.total.min(p.qk_columns), v, scores, &masked);
-        store_output(&tile, &product, out, &masked);
+        store_output(&tile, &product, out, out_f32, &masked);
         number += grid_dim_x() as u64;
     }
 }
@@ -435,7 +437,13 @@ fn stage_values<T: Element>(tile: &Tile, key: u32, keys: u32, v: Global<T>, mask
 }
 
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
-fn store_output<O: Element>(tile: &Tile, product: &Product, out: Global<O>, masked: &MaskedParams) {
+fn store_output<T: Element>(
+    tile: &Tile,
+    product: &Product,
+    out: Global<T>,
+    out_f32: Global<f32>,
+    masked: &MaskedParams,
+) {
     let (p, (row, column)) = (&masked.attention, corner());
     for r in 0..4 {
         if let Some((s, head)) = tile.place(row + r, p) {
@@ -443,7 +451,7 @@ fn store_output<O: Element>(tile: &Tile, product: &Product, out: Global<O>, mask
             for c in 0..4 {
                 let e = tile.column + column + c;
                 if e < masked.v_head_size {
-                    out.store(at + e as usize, O::from_f32(product[r as usize][c as usize]));
+                    store_rounded(out, out_f32, at + e as usize, product[r as usize][c as usize]);
                 }
             }
         }

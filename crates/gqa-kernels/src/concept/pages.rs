@@ -7,23 +7,23 @@
 
 use super::seqlen::Seqlen;
 
-/// Rows of a block where every sequence has one, whose rows lie one behind the other in the cache.
-/// The block table then has the first row of each sequence.
+/// Stands for the rows of a block where the rows of each sequence are contiguous in the cache. The
+/// block table then holds the first row of each sequence.
 pub const CONSECUTIVE: u32 = 1 << 31;
 
-/// A sequence's length, as the device tells it.
+/// A sequence's length as stored in device memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Length {
-    /// Its rows; those before the call, or those after it.
+    /// Rows before or after the call.
     pub rows: i32,
-    /// Whether the new tokens are among them.
+    /// Whether `rows` includes the new tokens.
     pub counts_new: bool,
 }
 
 impl Length {
-    /// The rows before `new` tokens that are computed and `cut` ones behind them that are not,
-    /// `least` or more; wraps below 0 where there are fewer rows than tokens. The rows of computed
-    /// tokens are within `capacity`, which is no less than `new`.
+    /// Number of rows before the new tokens: `new` tokens are computed, the last `cut` ones are not.
+    /// At least `least`; wraps below 0 if there are fewer rows than tokens. Clamped so that the rows
+    /// of computed tokens are within `capacity`, which is at least `new`.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn past(self, least: i32, [new, cut]: [u32; 2], capacity: u32) -> u32 {
         let counted = if self.counts_new { new + cut } else { 0 };
@@ -31,21 +31,21 @@ impl Length {
     }
 }
 
-/// Where the rows of a sequence are.
+/// The tokens of a sequence and its rows in the cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Sequence {
-    /// Its first token, among those of all sequences.
+    /// Index of its first token among the tokens of all sequences.
     pub start: u32,
-    /// Its tokens that are computed.
+    /// Number of computed tokens.
     pub new: u32,
-    /// Its rows before them; wraps below 0 where there are fewer rows than tokens.
+    /// Rows before them; wraps below 0 if there are fewer rows than tokens.
     pub past: u32,
 }
 
 impl Sequence {
-    /// From where its tokens begin and end and from its length, clamped to what there is, so that
-    /// no value on the device can lead outside: `tokens` of all sequences, `q_len` of one at most,
-    /// `capacity` rows in its blocks. Tokens from `q_len` on are cut off.
+    /// From the bounds of its tokens and its length, which are clamped so that no value in device
+    /// memory leads out of bounds: there are `tokens` tokens of all sequences, at most `q_len` of
+    /// one, and `capacity` rows in its blocks. Tokens from `q_len` on are cut off.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn new(bounds: [i32; 2], length: Length, tokens: u32, q_len: u32, capacity: u32) -> Self {
         let [start, new, cut] = Self::tokens(bounds, tokens, q_len.min(capacity));
@@ -100,8 +100,7 @@ impl Sequence {
         if window > 0 { next.saturating_sub(window) } else { 0 }
     }
 
-    /// The token that is row `row` of `q_len` rows, of which the last stands at the end of the
-    /// sequence.
+    /// The token of row `row`, where the last of `q_len` rows is the sequence's last token.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn token(self, row: u32, q_len: u32) -> Option<u32> {
         let Seqlen { total, past } = self.seqlen();

@@ -1,16 +1,14 @@
-//! Numbers of a quantized cache: quantized values of 8 or 4 bits, each of which times a scale is
-//! the number.
+//! Formats of a quantized cache: codes of 8 or 4 bits, and scales.
 //!
-//! | format | code of `x` | number of a quantized value |
+//! | format | code of `x` | dequantized value |
 //! |---|---|---|
 //! | [`Int8`] | `x / scale` rounded to nearest, ties to even, clamped to -128 … 127 | `code · scale` |
 //! | [`Int4`] | the same clamped to -8 … 7, plus 8; the even element of two in a byte's low half | `(code - 8) · scale` |
 //! | [`Float8`] | `x / scale` rounded to e4m3 (no infinity), clamped to ±448 | `code · scale` |
 //! | [`Float4`] | `x / scale` rounded to e2m1, clamped to ±6; two in a byte as above | `code · scale` |
 //!
-//! A scale is one for all of a tensor, for each KV head, for each channel (KV head and element) or
-//! for each row; never NaN, and what 0 gives is unspecified. A row's own scale is
-//! [`Code::row_scale`].
+//! Scales are per tensor, per KV head, per channel (KV head and element) or per token; never NaN,
+//! and a scale of 0 gives unspecified values. [`Code::row_scale`] computes a per-token scale.
 
 use crate::simt::f32x2_to_e4m3x2;
 
@@ -91,8 +89,7 @@ pub trait Code: Copy + 'static {
     fn decode(self, code: u32) -> f32;
 }
 
-/// The bits of a number without its sign, which are in the order of absolute values; those of NaN
-/// are larger than all others.
+/// The bits of a float without its sign. They are ordered like absolute values, with NaN largest.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn magnitude(x: f32) -> u32 {
     x.to_bits() & 0x7fff_ffff

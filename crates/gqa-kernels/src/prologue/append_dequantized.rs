@@ -1,18 +1,18 @@
-//! `append_dequantized`: a shared and quantized cache gets new rows, and attention the numbers of
-//! all its rows, in one pass over both.
+//! `append_dequantized`: appends to a shared quantized cache, and dequantizes the whole cache into
+//! scratch memory for attention, in one pass.
 //!
-//! | cache row `j` of batch entry `b` | present | numbers |
+//! | cache row `j` of batch entry `b` | present | scratch |
 //! |---|---|---|
-//! | `0 .. past_b` | as it was | those of its quantized values |
-//! | `past_b .. total_b` | quantized values of new rows, K rotated | the same of these |
-//! | `total_b .. capacity` | as it was | as it was |
+//! | `0 .. past_b` | unchanged | dequantized |
+//! | `past_b .. total_b` | new tokens, K rotated, quantized | the same, dequantized |
+//! | `total_b .. capacity` | unchanged | unchanged |
 //!
-//! So attention sees what a later call would see. One thread has two 16-byte vectors of numbers of
-//! one new row, or, where rows have scales of their own, neighbouring lanes share it; then a vector
-//! of each of four old rows. Tensors: k, v (batch, KV head, new row, head size); present_k,
-//! present_v (batch, KV head, capacity, head size), quantized values in half words; k_scale,
-//! v_scale of one element, (KV head), (KV head, head size) or (batch, KV head, capacity);
-//! k_numbers, v_numbers as present, but of numbers. All strides count numbers.
+//! So attention reads new tokens rounded as later calls will read them. A thread takes two vectors
+//! of 16 bytes (dequantized) of a new row; with per-token scales neighbouring lanes share a row.
+//! Then it takes a vector of each of four cached rows. Tensors: k, v (batch, KV head, new row, head
+//! size); present_k, present_v (batch, KV head, capacity, head size), quantized; k_scale, v_scale
+//! of one element, (KV head), (KV head, head size) or, per token, (batch, KV head, capacity);
+//! k_numbers, v_numbers as present, dequantized. All strides count dequantized elements.
 
 use super::append::append_quantized_size;
 use super::concat::rows_before;
@@ -29,7 +29,7 @@ use crate::params::PrologueParams;
 use crate::simt::{Global, opaque};
 use crate::tile::seqlens::Seqlens;
 
-/// Old rows of a thread, whose quantized values it asks for together.
+/// Cached rows of a thread, whose loads are in flight at once.
 const ROWS: u32 = 4;
 
 /// Index space of the old rows: (batch, key heads and then value heads, four rows, vector).

@@ -1,17 +1,16 @@
-//! `paged_dequantize`: the dequantized values in blocks, for attention that reads blocks of
-//! numbers.
+//! `paged_dequantize`: dequantizes a paged KV cache into blocks in scratch memory, for attention
+//! kernels that read elements.
 //!
-//! The numbers of each sequence lie side by side, in blocks of [`BLOCK`] rows that are its own, and
-//! a table says so, whatever blocks the quantized values are in. Sequences of fewer than `least`
-//! tokens are left out, because another kernel reads their quantized values, and so are those
+//! The dequantized rows of each sequence are contiguous: it gets its own blocks of [`BLOCK`] rows
+//! and a new block table, whatever the blocks of the cache are. Sequences with fewer than `least`
+//! tokens are skipped, because another kernel reads their quantized values; so are sequences
 //! without tokens.
 //!
-//! One thread has a vector of each of four rows. Tensors: k_cache, v_cache (block, row, KV head,
-//! head size) with strides, quantized values in half words; k_scale, v_scale of one element, (KV
-//! head), (KV head, head size) or (block, row, KV head); k, v (batch, [`blocks_of_sequence`]
-//! blocks, row, KV head, head size); table (batch, those blocks), of which entries behind the rows
-//! of a sequence stay as they are, as such rows do. Rows that no token sees are not read; they get
-//! the numbers of zero bytes.
+//! A thread takes a vector of each of four rows. Tensors: k_cache, v_cache (block, row, KV head,
+//! head size) with strides, quantized; k_scale, v_scale of one element, (KV head), (KV head, head
+//! size) or, per token, (block, row, KV head); k, v (batch, [`blocks_of_sequence`] blocks, row, KV
+//! head, head size); table (batch, these blocks). Rows and table entries past the end of a sequence
+//! are not written. Rows that no token sees are not read: the value of zero bytes is written.
 
 use super::paged::{Blocks, Place, sequence_of};
 use super::quantize::{load_vector, numbers};
@@ -22,10 +21,10 @@ use crate::num::{Element, MmaCode};
 use crate::params::PagedParams;
 use crate::simt::Global;
 
-/// Rows of a block of numbers: whole tiles of keys.
+/// Rows of a dequantized block: whole tiles of keys.
 pub const BLOCK: u32 = 256;
 
-/// Rows of a thread, whose quantized values it asks for together.
+/// Rows of a thread, whose loads are in flight at once.
 const ROWS: usize = 4;
 
 /// Blocks of numbers that a sequence of up to `capacity` rows has.

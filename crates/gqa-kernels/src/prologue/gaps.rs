@@ -1,18 +1,18 @@
-//! `paged_gaps`: attention over a paged KV cache for sequences whose block tables lead outside of
-//! it, behind kernels that attend to a copy of the cache.
+//! `paged_gaps`: recomputes the output of sequences whose block tables point outside of the cache.
+//! It runs after attention kernels that read a copy of the cache.
 //!
-//! A copy has zeros in place of blocks that the cache does not have, and attention takes them for
-//! keys. This kernel reads the cache itself, of elements or quantized, in blocks of any size,
-//! and leaves such keys out. It writes the rows of sequences that see one, and leaves all others as
-//! attention has written them: tables with nothing but blocks of the cache cost a look at them.
+//! In a copy, blocks outside of the cache are zeros, which attention would treat as keys. This
+//! kernel reads the cache itself, elements or quantized values, in blocks of any size, and skips
+//! such keys. It rewrites only sequences that see such a block; for all others it just reads the
+//! table.
 //!
-//! It also writes the rows of sequences with fewer keys than tokens in calls without a causal mask,
-//! whose tokens see all keys: attention takes those before the first key for padding.
+//! It also rewrites sequences with fewer keys than tokens in calls without a causal mask. Their
+//! tokens see all keys, but attention treats tokens before the first key as padding.
 //!
-//! A warp computes a token's row of one query head. A lane has a key for scores and every 32nd
-//! column for the output; the query is in shared memory, rotated, `COLUMNS` columns at a time. So
-//! the head size may be any, and the kernel is as simple as it is slow. CTAs share a sequence's
-//! rows; each looks at the table for itself.
+//! A warp computes one row: a token of one query head. A lane takes one key at a time for S, and
+//! every 32nd column for the output. The rotated query is in shared memory, `COLUMNS` columns at a
+//! time, so any head size works. The kernel is simple and slow. CTAs share the rows of a sequence,
+//! and each reads the table itself.
 //!
 //! Tensors: q of tokens with its strides, not rotated; k_cache, v_cache (block, row, KV head, head
 //! size), or where they are null k_codes, v_codes, quantized values; k_scale, v_scale as in
@@ -36,16 +36,15 @@ use crate::simt::{
 const WARPS: u32 = 4;
 /// Threads of a CTA.
 pub const THREADS: u32 = 32 * WARPS;
-/// Columns of a head that a warp has at a time.
+/// Columns of a head that a warp processes at a time.
 const COLUMNS: u32 = 512;
 const LANE_COLUMNS: usize = (COLUMNS / 32) as usize;
 /// Shared memory of a CTA: a query for each warp, as f32.
 pub const SHARED_BYTES: u32 = WARPS * COLUMNS * 4;
-/// In place of a row of the cache.
+/// Stands for a row without a block.
 const NOWHERE: u32 = u32::MAX;
 
-/// Index space of [`paged_gaps`], of CTAs: (batch, CTAs that share the sequence's rows), so
-/// many that `multiprocessors` have two each.
+/// Grid of [`paged_gaps`]: (batch, CTAs that share a sequence's rows), about two CTAs per SM.
 pub fn paged_gaps_size(p: &PagedGapsParams, multiprocessors: u32) -> [u32; 4] {
     let (batch, rows) =
         (p.paged.batch.max(1), u64::from(p.paged.q_len) * u64::from(p.paged.q_heads));
@@ -142,8 +141,8 @@ impl<T: Element> Call<'_, T> {
         self.p.lack_rows != 0 && sequence.without_row() > 0 && sequence.seqlen().total > 0
     }
 
-    /// Whether one of the blocks that the sequence's tokens see is outside of the cache. Each lane
-    /// asks for several at a time: their latencies are what it costs.
+    /// Whether a block that the sequence's tokens see is outside of the cache. Each lane keeps several
+    /// loads in flight, because this is bound by latency.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn has_gaps(&self, b: u32, sequence: Sequence) -> bool {
         const TOGETHER: u32 = 4;

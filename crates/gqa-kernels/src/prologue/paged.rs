@@ -1,19 +1,19 @@
-//! A paged KV cache: rows of a sequence lie where a table says, and tokens of all sequences one
-//! behind the other.
+//! Kernels around attention over a paged KV cache: a block table lists the blocks of each sequence,
+//! and the tokens of all sequences are packed.
 //!
 //! | kernel | does |
 //! |---|---|
-//! | `paged_append` | writes new K, rotated, and V into their blocks, but of sequences of fewer than `least` tokens, and Q, rotated, into a tensor of (batch, row) |
-//! | `paged_append_quantized` | the same where the cache holds quantized values |
-//! | `paged_dequantize` ([`dequantize`](super::dequantize)) | writes the dequantized values of a sequence into blocks of its own |
-//! | `paged_gather` | copies the rows of every sequence into a cache without blocks, and tells their lengths |
+//! | `paged_append` | appends new K, rotated, and V to their blocks, except for sequences with fewer than `least` tokens; writes Q, rotated, as (batch, row) |
+//! | `paged_append_quantized` | the same for a quantized cache |
+//! | `paged_dequantize` ([`dequantize`](super::dequantize)) | dequantizes each sequence into its own blocks |
+//! | `paged_gather` | copies the rows of every sequence into a contiguous cache, and writes the lengths |
 //! | `paged_scatter` | copies output rows of (batch, row) to their tokens |
-//! | `paged_gaps` ([`gaps`](super::gaps)) | computes the rows of sequences anew whose tables lead outside of the cache |
+//! | `paged_gaps` ([`gaps`](super::gaps)) | recomputes sequences whose tables point outside of the cache |
 //!
-//! Sequence `b` has `new` tokens, from `starts[b]` on, behind `past` rows. As attention takes S
-//! rows for each sequence, of which the last stands at the end of the sequence, token `i` is row
-//! `past + i - max(past + new - S, 0)`; other rows are zero. Tokens without a row get zeros from
-//! `paged_scatter`, and a log-sum-exp of -inf.
+//! Sequence `b` has `new` tokens, from `starts[b]` on, after `past` cached rows. Attention takes S
+//! rows per sequence, whose last row is the sequence's last token: token `i` is row `past + i -
+//! max(past + new - S, 0)`; other rows are zero. For tokens without a row `paged_scatter` writes
+//! zeros and a log-sum-exp of -inf.
 //!
 //! Where a sequence's rows are consecutive ([`CONSECUTIVE`]), block_table has the first row of each
 //! sequence, and a block of the cache is one row.
@@ -50,8 +50,8 @@ pub(super) fn sequence_of(
     Sequence::new(bounds, length, p.tokens, p.q_len, p.capacity)
 }
 
-/// The batch entry that has token `token`, and which of its tokens that is. Each step of the search
-/// asks for several boundaries at a time: their latencies are what it costs.
+/// The batch entry of token `token`, and the token's number in it. Each step of the search keeps
+/// several loads in flight, because it is bound by latency.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn owner_of(p: &PagedParams, starts: Global<i32>, token: u32) -> (u32, u32) {
     /// Boundaries of a step.
@@ -126,8 +126,7 @@ impl Blocks {
         exists.then(|| Place::new(p, block, row % p.block_size))
     }
 
-    /// Entry `nth` of a sequence's row of the table; `p.blocks` or more where it leads outside of
-    /// the cache.
+    /// Entry `nth` of a sequence's block table; `p.blocks` or more if it is outside of the cache.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn entry(self, p: &PagedParams, b: u32, nth: u32) -> u32 {
         self.table.load(b as usize * p.per_sequence as usize + nth as usize) as u32
@@ -145,8 +144,8 @@ impl Blocks {
     }
 }
 
-/// Index space of [`paged_append`]: (batch, row or token of the sequence, Q heads if they move and
-/// then K heads and then V heads, pair of vectors), or with all tokens as those of one.
+/// Index space of [`paged_append`]: (batch, row of the sequence, Q heads if they move and then K
+/// heads and then V heads, pair of vectors), or (1, token of all sequences, the same).
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn paged_append_size(p: &PagedParams, per_vec: u32) -> [u32; 4] {
     let [batch, rows] = if p.by_token != 0 { [1, p.tokens] } else { [p.batch, p.q_len] };
@@ -306,8 +305,8 @@ impl<T: Element> New<T> {
         });
     }
 
-    /// [`append`](Self::append) to quantized values whose rows have scales of their own: lanes that
-    /// share a row tell each other its largest number.
+    /// [`append`](Self::append) with per-token scales: the lanes that share a row reduce its greatest
+    /// magnitude.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn append_with_scales<C: Code>(
         &self,
@@ -445,7 +444,7 @@ pub fn paged_scatter_size(p: &PagedParams) -> [u32; 4] {
     [p.batch, p.q_len, p.q_heads, p.row_vectors]
 }
 
-/// Copies the rows that are tokens to these, and where there are log-sum-exps those, too.
+/// Copies output rows, and log-sum-exps if given, to their tokens.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn paged_scatter(
     rows: Global<u8>,

@@ -1,21 +1,21 @@
-//! `quantize_kv`: a quantized cache from a past of its own and new rows, and what attention reads
-//! of it, in one pass over all. [`append_dequantized`](mod@super::append_dequantized) does the same
-//! in place.
+//! `quantize_kv`: makes the present quantized cache from a separate past and new tokens, and
+//! dequantizes all of it into scratch memory for attention, in one pass.
+//! [`append_dequantized`](mod@super::append_dequantized) does the same in place.
 //!
-//! The launches before it have put the new rows into scratch as into a shared cache of numbers.
-//! This one makes quantized values of them, and numbers of all quantized values, the new ones too,
-//! so that attention sees what a later call would see:
+//! Launches before it have written the new tokens, as elements, into their rows of scratch. This
+//! kernel quantizes them and dequantizes them again, so that attention reads new tokens rounded as
+//! later calls will read them:
 //!
 //! | cache row `j` of batch entry `b` | present | scratch |
 //! |---|---|---|
-//! | `0 .. past_b` | quantized values of past | their numbers |
-//! | `past_b .. total_b` | quantized values of scratch | the dequantized values |
-//! | `total_b .. capacity` | 0 | as it was |
+//! | `0 .. past_b` | copied from past | dequantized |
+//! | `past_b .. total_b` | quantized from scratch | the same, dequantized |
+//! | `total_b .. capacity` | 0 | unchanged |
 //!
-//! One thread has a vector of numbers of a row. Tensors: past_k, past_v, present_k, present_v
-//! (batch, KV head, row, head size), quantized values in half words; k, v, scratch, as present in
-//! numbers; k_scale, v_scale of one element, (KV head) or (KV head, head size). All strides count
-//! numbers.
+//! A thread takes one 16-byte vector of a row of scratch. Tensors: past_k, past_v, present_k,
+//! present_v (batch, KV head, row, head size), quantized; k, v, scratch, as present, dequantized;
+//! k_scale, v_scale of one element, (KV head) or (KV head, head size). All strides count
+//! dequantized elements.
 
 use super::concat::Source;
 use super::seqlen;
@@ -154,8 +154,7 @@ pub(super) fn store_vector<T: Element, C: Code>(
     store_quotients::<T, C>(code, element, vector, quotient, to)
 }
 
-/// The same of numbers that `quotient` divides by their scales; it is told which of the vector's
-/// each is.
+/// The same; `quotient(i, x)` divides element `i` of the vector, `x`, by its scale.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) fn store_quotients<T: Element, C: Code>(
     code: C,

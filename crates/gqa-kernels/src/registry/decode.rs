@@ -20,7 +20,7 @@ macro_rules! decode_kernels {
             $name => <$shape>::run, T = $t, {
                 head_size: <$shape>::HEAD_SIZE, rows: <$shape>::ROWS, keys: <$shape>::KEYS, threads: <$shape>::THREADS,
                 min_blocks: $min_blocks, shared: <$shape>::SHARED_BYTES, hot: true, min_sm: <$shape>::MIN_SM,
-                cluster: decode::MAX_RANKS, pads: <$shape>::PADS, communicates: true, output: Any };
+                cluster: decode::MAX_RANKS, pads: <$shape>::PADS, communicates: true, outputs: [Element, F32, E4M3] };
         )* });
     };
 }

@@ -169,7 +169,7 @@ macro_rules! roles {
 }
 
 roles! {
-    /// The family's attention, of which the cascade chooses one.
+    /// Attention. The planner chooses one of the family's kernels.
     Attention: "attention";
     /// Attention over splits of the keys where the family has kernels of their own for that; a
     /// merge follows.
@@ -196,7 +196,7 @@ roles! {
     AppendInPlace: "concat_kv_in_place";
     /// Appends key and value to a shared and quantized cache.
     AppendQuantized: "append_quantized";
-    /// The same, and makes numbers of all of the cache.
+    /// Appends, then dequantizes the cache into scratch memory.
     AppendDequantized: "append_dequantized";
     /// The same where rows have scales of their own.
     AppendDequantizedRows: "append_dequantized_rows";
@@ -226,7 +226,7 @@ roles! {
     PagedDequantize: "paged_dequantize";
     /// Gathers the rows of a paged cache, sequence by sequence.
     PagedGather: "paged_gather";
-    /// Computes rows anew whose block tables lead outside of a paged cache.
+    /// Recomputes sequences whose block tables point outside of a paged KV cache.
     PagedGaps: "paged_gaps";
     /// Scatters output rows to their tokens.
     PagedScatter: "paged_scatter";
@@ -250,22 +250,19 @@ impl Role {
 /// Element type of a kernel's output.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Output {
-    /// That of the query.
+    /// That of the query: argument `out`.
     Element,
-    /// float32 where the query is of another type.
+    /// float32 where the query has another type: argument `out_f32`.
     F32,
-    /// float8e4m3fn times a scale.
+    /// float8e4m3fn times a scale: argument `out_f8`.
     E4M3,
-    /// Any of these: that of the argument `out`, `out_f32` or `out_f8` which is not null.
-    Any,
 }
 
 /// One kernel entry point. Its name says the same as its fields, for people: `gqa_`, the family or
-/// the kernel within it, `_padded` for smaller heads too, `_rows` for scales of rows, what
-/// a quantized cache holds (`_q8` for int8 or float8, `_i4`, `_f8`) where the kernel does not take
-/// every format, `_out32` for output in float32, `_out8` in
-/// float8e4m3fn, the element type, and where one head size or more has several shapes `_d` head
-/// size, `_v` head size of narrower values, `_r` query rows, `_mma` where others of as many take
+/// the kernel within it, `_padded` for smaller heads too, `_rows` for per-token scales, what a
+/// quantized cache stores (`_q8` for int8 or float8, `_i4`, `_f8`) where the kernel does not take
+/// every format, the element type, and where a head size has several shapes `_d` head size, `_v`
+/// head size of narrower values, `_r` query rows, `_mma` beside kernels of as many rows that take
 /// `wgmma`, `_k` keys of a tile, `_w` warps, `_lse` for exact sums.
 pub struct Entry {
     /// Literal name of the PTX symbol.
@@ -278,8 +275,9 @@ pub struct Entry {
     pub role: Role,
     /// Element type; `F32` where a kernel has integers only.
     pub dtype: DType,
-    /// Element type of the output that it writes.
-    pub output: Output,
+    /// Element types of output that it writes. The type of a call is that of the argument which is
+    /// not null, a constant of the text once a plan is loaded.
+    pub outputs: &'static [Output],
     /// What a quantized cache may hold; none where the kernel does not read or write one, or takes
     /// any. Which of several it holds, is a parameter.
     pub formats: &'static [Format],

@@ -8,30 +8,16 @@ use crate::num::{bf16, f16};
 use crate::params::MaskedParams;
 
 #[cfg(not(target_arch = "nvptx64"))]
-pub(super) static TABLES: &[&[super::Entry]] = &[
-    GENERAL,
-    GENERAL_OUT32,
-    UNFUSED_SCORES,
-    UNFUSED_SOFTMAX,
-    UNFUSED_VALUES,
-    UNFUSED_VALUES_OUT32,
-];
+pub(super) static TABLES: &[&[super::Entry]] =
+    &[GENERAL, UNFUSED_SCORES, UNFUSED_SOFTMAX, UNFUSED_VALUES];
 
 kernels!(GENERAL, General: Attention, "family-general",
-    (q: T, k: T, v: T, seqlens_k: i32, bias: T, mask: u8, head_sink: T, out: T, lse: f32, output_qk: T; p: MaskedParams),
+    (q: T, k: T, v: T, seqlens_k: i32, bias: T, mask: u8, head_sink: T, out: T, out_f32: f32, lse: f32, output_qk: T; p: MaskedParams),
     each { head_size: general::MAX_HEAD_SIZE, rows: general::ROWS, keys: general::KEYS, threads: general::THREADS, min_blocks: 3,
-           shared: general::SHARED_BYTES, hot: true, min_sm: 70 }, {
-    gqa_general_f32 => general::<f32, f32>, T = f32;
-    gqa_general_f16 => general::<f16, f16>, T = f16;
-    gqa_general_bf16 => general::<bf16, bf16>, T = bf16;
-});
-
-kernels!(GENERAL_OUT32, General: Attention, "family-general",
-    (q: T, k: T, v: T, seqlens_k: i32, bias: T, mask: u8, head_sink: T, out_f32: f32, lse: f32, output_qk: T; p: MaskedParams),
-    each { head_size: general::MAX_HEAD_SIZE, rows: general::ROWS, keys: general::KEYS, threads: general::THREADS, min_blocks: 3,
-           shared: general::SHARED_BYTES, hot: true, min_sm: 70, output: F32 }, {
-    gqa_general_out32_f16 => general::<f16, f32>, T = f16;
-    gqa_general_out32_bf16 => general::<bf16, f32>, T = bf16;
+           shared: general::SHARED_BYTES, hot: true, min_sm: 70, outputs: [Element, F32] }, {
+    gqa_general_f32 => general::<f32>, T = f32;
+    gqa_general_f16 => general::<f16>, T = f16;
+    gqa_general_bf16 => general::<bf16>, T = bf16;
 });
 
 kernels!(UNFUSED_SCORES, Unfused: Scores, "family-unfused", (q: T, k: T, scores: f32; p: MaskedParams),
@@ -50,17 +36,10 @@ kernels!(UNFUSED_SOFTMAX, Unfused: Softmax, "family-unfused",
     gqa_unfused_softmax_bf16 => unfused_softmax::<bf16>, T = bf16;
 });
 
-kernels!(UNFUSED_VALUES, Unfused: Values, "family-unfused", (v: T, seqlens_k: i32, scores: f32, out: T; p: MaskedParams),
+kernels!(UNFUSED_VALUES, Unfused: Values, "family-unfused", (v: T, seqlens_k: i32, scores: f32, out: T, out_f32: f32; p: MaskedParams),
     each { head_size: 0, rows: unfused::TILE, keys: unfused::TILE, threads: unfused::THREADS, min_blocks: 4,
-           shared: unfused::SHARED_BYTES, hot: true, min_sm: 70 }, {
-    gqa_unfused_values_f32 => unfused_values::<f32, f32>, T = f32;
-    gqa_unfused_values_f16 => unfused_values::<f16, f16>, T = f16;
-    gqa_unfused_values_bf16 => unfused_values::<bf16, bf16>, T = bf16;
-});
-
-kernels!(UNFUSED_VALUES_OUT32, Unfused: Values, "family-unfused", (v: T, seqlens_k: i32, scores: f32, out_f32: f32; p: MaskedParams),
-    each { head_size: 0, rows: unfused::TILE, keys: unfused::TILE, threads: unfused::THREADS, min_blocks: 4,
-           shared: unfused::SHARED_BYTES, hot: true, min_sm: 70, output: F32 }, {
-    gqa_unfused_values_out32_f16 => unfused_values::<f16, f32>, T = f16;
-    gqa_unfused_values_out32_bf16 => unfused_values::<bf16, f32>, T = bf16;
+           shared: unfused::SHARED_BYTES, hot: true, min_sm: 70, outputs: [Element, F32] }, {
+    gqa_unfused_values_f32 => unfused_values::<f32>, T = f32;
+    gqa_unfused_values_f16 => unfused_values::<f16>, T = f16;
+    gqa_unfused_values_bf16 => unfused_values::<bf16>, T = bf16;
 });

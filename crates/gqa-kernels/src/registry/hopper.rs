@@ -12,8 +12,8 @@ use crate::params::{
 #[cfg(not(target_arch = "nvptx64"))]
 pub(super) static TABLES: &[&[super::Entry]] = &[
     HOPPER,
+    HOPPER_LONG,
     HOPPER_TALL,
-    HOPPER_OUT8,
     HOPPER_SPLIT,
     HOPPER_MASKED,
     HOPPER_PAGED,
@@ -26,10 +26,10 @@ pub(super) static TABLES: &[&[super::Entry]] = &[
 ];
 
 kernels_by_head_size!(HOPPER, Hopper: Attention, "family-hopper",
-    ([q 0, k 1, v 2] cos: T, sin: T, seqlens_k: i32, head_sink: T, out: T, lse: f32, counter: u32; p: HopperParams), communicates: true, {
+    ([q 0, k 1, v 2] cos: T, sin: T, seqlens_k: i32, head_sink: T, out: T, out_f8: e4m3, out_scale: f32, lse: f32, counter: u32; p: HopperParams),
+    communicates: true, outputs: [Element, E4M3], {
     gqa_hopper_f16_d128, gqa_hopper_bf16_d128 => hopper::D128<false>, 1;
 }, unless quick {
-    gqa_hopper_f16_d128_k176, gqa_hopper_bf16_d128_k176 => hopper::D128Long, 1;
     gqa_hopper_f16_d64_r128, gqa_hopper_bf16_d64_r128 => hopper::D64Short, 1;
     gqa_hopper_f16_d64_lse, gqa_hopper_bf16_d64_lse => hopper::D64Exact<false>, 1, exact_sums: true;
     gqa_hopper_f16_d80_r128, gqa_hopper_bf16_d80_r128 => hopper::D80Short, 1;
@@ -39,6 +39,13 @@ kernels_by_head_size!(HOPPER, Hopper: Attention, "family-hopper",
     gqa_hopper_f16_d192_v128, gqa_hopper_bf16_d192_v128 => hopper::D192V128, 1, value_size: 128;
     gqa_hopper_f16_d224, gqa_hopper_bf16_d224 => hopper::D224, 1;
     gqa_hopper_f16_d256, gqa_hopper_bf16_d256 => hopper::D256<false>, 1;
+});
+
+// The same arguments, but no output in e4m3: 176 keys leave no registers for it.
+kernels_by_head_size!(HOPPER_LONG, Hopper: Attention, "family-hopper",
+    ([q 0, k 1, v 2] cos: T, sin: T, seqlens_k: i32, head_sink: T, out: T, out_f8: e4m3, out_scale: f32, lse: f32, counter: u32; p: HopperParams), communicates: true, {
+}, unless quick {
+    gqa_hopper_f16_d128_k176, gqa_hopper_bf16_d128_k176 => hopper::D128Long, 1;
 });
 
 kernels_by_head_size!(HOPPER_TALL, Hopper: Attention, "family-hopper",
@@ -65,30 +72,6 @@ kernels_by_head_size!(HOPPER_MASKED, HopperMasked: Attention, "family-hopper-mas
     gqa_hopper_masked_f16_d64, gqa_hopper_masked_bf16_d64 => hopper::MaskedD64, 1;
     gqa_hopper_masked_f16_d256, gqa_hopper_masked_bf16_d256 => hopper::MaskedD256, 1;
 });
-
-/// Rows of the kernels whose output is e4m3 times a scale, for both 16-bit types: `F16 NAME, BF16
-/// NAME => SHAPE`.
-macro_rules! hopper_out8_kernels {
-    ($($f16:ident, $bf16:ident => $shape:ty;)*) => {
-        hopper_out8_kernels!(@rows $($f16: f16 => $shape; $bf16: bf16 => $shape;)*);
-    };
-    (@rows $($name:ident: $t:ident => $shape:ty;)*) => {
-        kernels!(HOPPER_OUT8, Hopper: Attention, "family-hopper",
-            ([q 0, k 1, v 2] cos: T, sin: T, seqlens_k: i32, head_sink: T, out_f8: e4m3, out_scale: f32, lse: f32, counter: u32; p: HopperParams), { $(
-            $name => <$shape>::run_scaled, T = $t, {
-                head_size: <$shape>::HEAD_SIZE, rows: <$shape>::ROWS, keys: <$shape>::KEYS, threads: <$shape>::THREADS,
-                min_blocks: 1, shared: <$shape>::SHARED_BYTES, hot: true, min_sm: <$shape>::MIN_SM, communicates: true, output: E4M3 };
-        )* });
-    };
-}
-
-hopper_out8_kernels! {
-    gqa_hopper_out8_f16_d64, gqa_hopper_out8_bf16_d64 => hopper::D64Short;
-    gqa_hopper_out8_f16_d96, gqa_hopper_out8_bf16_d96 => hopper::D96Short;
-    gqa_hopper_out8_f16_d128, gqa_hopper_out8_bf16_d128 => hopper::D128<false>;
-    gqa_hopper_out8_f16_d192, gqa_hopper_out8_bf16_d192 => hopper::D192<false>;
-    gqa_hopper_out8_f16_d256, gqa_hopper_out8_bf16_d256 => hopper::D256<false>;
-}
 
 /// Rows of the kernels for paged KV caches, for both 16-bit types: `F16 NAME, BF16 NAME => SHAPE`.
 macro_rules! hopper_paged_kernels {

@@ -147,7 +147,7 @@ quantized_kernels!(QUANTISE_KV, QuantizeKv, quantize_kv, min_blocks: 4,
 });
 
 kernels!(QUANTIZE_OUTPUT, Prologue: QuantizeOutput, "family-prologue", (rows: T, out_scale: f32, out_f8: e4m3; p: QuantizeOutputParams),
-    each { head_size: 0, rows: 0, keys: 0, threads: prologue::THREADS, min_blocks: 0, shared: 0, hot: true, min_sm: 70, output: E4M3 }, {
+    each { head_size: 0, rows: 0, keys: 0, threads: prologue::THREADS, min_blocks: 0, shared: 0, hot: true, min_sm: 70, outputs: [E4M3] }, {
     gqa_quantize_output_f32 => quantize_output::<f32>, T = f32;
     gqa_quantize_output_f16 => quantize_output::<f16>, T = f16;
     gqa_quantize_output_bf16 => quantize_output::<bf16>, T = bf16;

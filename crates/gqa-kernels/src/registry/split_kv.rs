@@ -8,7 +8,7 @@ use crate::num::{bf16, f16};
 use crate::params::{AttentionParams, MaskedParams};
 
 #[cfg(not(target_arch = "nvptx64"))]
-pub(super) static TABLES: &[&[super::Entry]] = &[SPLIT_KV, SPLIT_KV_MASKED, COMBINE, COMBINE_OUT32];
+pub(super) static TABLES: &[&[super::Entry]] = &[SPLIT_KV, SPLIT_KV_MASKED, COMBINE];
 
 kernels_by_head_size!(SPLIT_KV, SplitKv: Attention, "family-split-kv",
     (q: T, k: T, v: T, seqlens_k: i32, head_sink: T, out: T, lse: f32, partial_out: f32, partial_lse: f32; p: AttentionParams), communicates: false, {
@@ -32,22 +32,19 @@ kernels_by_head_size!(SPLIT_KV_MASKED, SplitKvMasked: Attention, "family-split-k
     gqa_split_kv_masked_f16_d256, gqa_split_kv_masked_bf16_d256 => split_kv::MaskedD256, 2;
 });
 
-/// Table rows of the merge kernels for one output type: `NAME => KERNEL, T = TYPE, lowest compute
-/// capability, times ten`.
+/// Rows of the merge kernels: `NAME => T = TYPE, lowest compute capability, times ten`.
 macro_rules! merges {
-    ($table:ident, $args:tt, $output:ident, { $($name:ident => $body:expr, T = $t:ty, $min_sm:literal;)* }) => {
-        kernels!($table, SplitKv: Merge, "family-split-kv", $args, { $($name => $body, T = $t, {
-            head_size: 0, rows: 0, keys: 0, threads: combine::THREADS, min_blocks: 6, shared: combine::SHARED_BYTES, hot: true,
-            min_sm: $min_sm, output: $output };)* });
+    ($($name:ident => T = $t:ty, $min_sm:literal;)*) => {
+        kernels!(COMBINE, SplitKv: Merge, "family-split-kv",
+            (partial_out: f32, partial_lse: f32, seqlens_k: i32, head_sink: T, out: T, out_f32: f32, lse: f32; p: AttentionParams), {
+            $($name => combine::<$t>, T = $t, {
+                head_size: 0, rows: 0, keys: 0, threads: combine::THREADS, min_blocks: 6, shared: combine::SHARED_BYTES, hot: true,
+                min_sm: $min_sm, outputs: [Element, F32] };)*
+        });
     };
 }
 
-merges!(COMBINE, (partial_out: f32, partial_lse: f32, seqlens_k: i32, head_sink: T, out: T, lse: f32; p: AttentionParams), Element, {
-    gqa_combine_f16 => combine::<f16, f16>, T = f16, 75;
-    gqa_combine_bf16 => combine::<bf16, bf16>, T = bf16, 80;
-});
-
-merges!(COMBINE_OUT32, (partial_out: f32, partial_lse: f32, seqlens_k: i32, head_sink: T, out_f32: f32, lse: f32; p: AttentionParams), F32, {
-    gqa_combine_out32_f16 => combine::<f16, f32>, T = f16, 75;
-    gqa_combine_out32_bf16 => combine::<bf16, f32>, T = bf16, 80;
-});
+merges! {
+    gqa_combine_f16 => T = f16, 75;
+    gqa_combine_bf16 => T = bf16, 80;
+}

@@ -1,15 +1,15 @@
-//! Scores whose rows are keys: `Sᵀ = K Qᵀ`, for eight query rows.
+//! Transposed scores, with keys as rows: `Sᵀ = K Qᵀ`, for eight query rows.
 //!
-//! As rows of a product eight query rows fill half of an MMA tile, as its columns a whole one: that
-//! takes half of the products, and no zeros for the other half. Of eight keys a lane holds
+//! An MMA tile has 16 rows and 8 columns. Eight query rows fill half of its rows but all of its
+//! columns, so the transposed product takes half as many instructions. Of eight keys a lane holds
 //!
 //! ```text
 //! key l/4 and rows 2(l%4), 2(l%4)+1
 //! ```
 //!
-//! the rows of which it holds the output ([`columns`](super::columns)). They are the first two
-//! values of a block of [`Fragments`], and states of a lane are those of these rows. Rounded,
-//! packed and transposed by [`operand`], the weights are the operand of the next product.
+//! and it also holds the output of these two rows ([`columns`](super::columns)). The scores are the
+//! first two values of a tile of [`Fragments`], and a lane's softmax states belong to these rows.
+//! [`operand`] rounds, packs and transposes P for the product with V.
 
 use super::columns::Columns;
 use super::fragment::Fragments;

@@ -1,17 +1,16 @@
-//! The two products of [`columns`](super::columns) with keys and values that are quantized values.
+//! The two products of [`columns`](super::columns) with quantized keys and values.
 //!
-//! `ldmatrix` moves 16 bits at a time, `P` = 2 or 4 quantized values. Where it is told to read a
-//! tile of elements, a lane gets of a tile of quantized values
+//! `ldmatrix` moves 16 bits at a time: `P` = 2 or 4 quantized values. Where it would load a tile of
+//! 16-bit elements, a lane gets
 //!
 //! ```text
 //! keys     quantized values 2P(l%4) .. 2P(l%4) + 2P of a unit of row l/4
 //! values   quantized values P(l/4) .. P(l/4) + P of a unit, of rows 2(l%4) and 2(l%4)+1
 //! ```
 //!
-//! and [`MmaCode::halves`] makes pairs of quantized values of the word's halves, which are right
-//! operands and left ones. So a product over 16 columns takes those that lanes happen to have, of
-//! queries the same ones ([`Order`]), and a block of 8 columns of the output has every `P`-th one
-//! of a unit.
+//! and [`MmaCode::halves`] converts them to pairs of float16, which are operands. So an MMA over 16
+//! columns multiplies the columns that the lanes hold, not 16 adjacent ones; queries are loaded in
+//! the same order. And the 8 columns of an output tile are every `P`-th column of a unit.
 
 use super::columns::Columns;
 use super::flipped;
@@ -20,8 +19,7 @@ use super::swizzle::{Swizzled, WarpRead};
 use crate::num::{MmaCode, MmaElement, f16};
 use crate::simt::{ldmatrix_x4, ldmatrix_x4_trans};
 
-/// Scores of a lane's rows with keys whose quantized values are all 0: what [`scores`] has to
-/// subtract.
+/// S of a lane's rows with keys whose encoded values are all 0: the bias that [`scores`] subtracts.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn zero_scores<C: MmaCode, const M: usize, const HALVES: usize, const D8: usize>(
     code: C,
@@ -121,8 +119,8 @@ pub fn flipped_scores<C: MmaCode, const M: usize, const U: usize, const N8: usiz
     scores
 }
 
-/// `out += (weights · values)ᵀ` over `N8` blocks of 8 keys in rows of `U` units; blocks of 8
-/// columns of the output have every `P`-th channel of a unit each.
+/// `out += (P · V)ᵀ` over `N8` 8-key MMA tiles. Rows of V have `U` units; the 8 columns of an output
+/// tile are every `P`-th channel of a unit, where a word has `P` values.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn accumulate<
     C: MmaCode,

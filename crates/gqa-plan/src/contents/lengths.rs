@@ -19,7 +19,7 @@ pub struct PagedLengths {
 }
 
 impl PagedLengths {
-    /// Of sequences with so many new `tokens` together.
+    /// The lengths of sequences that have `tokens` new tokens together.
     ///
     /// # Errors
     /// Unless sequences follow one another, and none has fewer than 0 tokens before the call.
@@ -27,8 +27,8 @@ impl PagedLengths {
         Self::new(inputs, tokens, |length, _| (0, length))
     }
 
-    /// The same of a call over `pages`, whose lengths may count the new tokens, and of which some
-    /// may have no row.
+    /// The lengths of a call over `pages`. They may include the new tokens, some of which may have
+    /// no row.
     ///
     /// # Errors
     /// As [`of`](Self::of).

@@ -67,13 +67,13 @@ fn check_indices(
     Ok(())
 }
 
-/// What a call says of a sequence with a cache of its own.
+/// The lengths of a sequence with its own cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Lengths {
     /// Index of the last token after the call.
     pub last: i32,
-    /// Rows of the call that are the sequence's last tokens, before rows of padding; in a first
-    /// prompt all rows, from its first token on, some of which may be padding.
+    /// Rows of the call that are tokens; rows of padding follow them. In a first prompt: all rows,
+    /// padding included.
     pub rows: usize,
 }
 
@@ -108,9 +108,9 @@ pub fn lengths(p: &Problem, inputs: &Tensors<TensorView<'_>>) -> Result<Vec<Leng
     Ok(last.iter().enumerate().map(|(b, &last)| Lengths { last, rows: rows(b, last) }).collect())
 }
 
-/// Checks that the tokens among batch entry `b`'s rows, of which `length` tokens are in the cache
-/// after the call, are rows, and that a cache to which they are appended, unless it rolls, has the
-/// past, and room for all rows behind it.
+/// Checks the number of tokens of batch entry `b`, which has `length` tokens after the call: it is
+/// at most the number of rows, and unless the cache rolls, the cache holds the past and has room
+/// for all rows after it.
 fn check_tokens(p: &Problem, tokens: TensorView<'_>, b: usize, length: usize) -> Result<()> {
     let tokens = integers(TOKENS, tokens)?.get(b).copied().unwrap_or_default();
     let most = p.q_len.min(length);
@@ -207,7 +207,7 @@ impl Limits {
         Self { least, most: most.unwrap_or_default() }
     }
 
-    /// The length of batch entry `b`, whose last valid token has index `last`.
+    /// The length of batch entry `b`; its last valid token has index `last`.
     fn length(&self, b: usize, last: i32) -> Result<usize> {
         let (least, (most, what)) = (self.least, self.most);
         match usize::try_from(i64::from(last) + 1) {

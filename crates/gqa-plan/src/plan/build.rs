@@ -27,7 +27,8 @@ pub(super) fn strides(layout: RowLayout) -> Strides {
     Strides { batch: layout.batch as u64, head: layout.head as u64, row: layout.row as u64 }
 }
 
-/// Strides of the keys of a paged KV cache, of which a batch entry is a block, in so many bytes.
+/// Strides of the keys of a paged KV cache in units of `bytes` bytes; the batch dimension is the
+/// block.
 pub(super) fn pages_strides(problem: &Problem, pages: Pages, unit: usize) -> Strides {
     in_units(problem, problem.pages_strides(pages), unit)
 }

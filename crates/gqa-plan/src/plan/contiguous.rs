@@ -63,7 +63,7 @@ impl Composed {
 }
 
 /// Errs where there are more CTAs than CUDA starts. Kernels of a batch-invariant call are chosen
-/// without knowing how many there are.
+/// for a fixed batch, so the check comes last.
 fn has_grids(launches: &[Launch]) -> Result<()> {
     const MOST: u32 = 65_535;
     let too_many = launches.iter().find(|launch| launch.grid[1].max(launch.grid[2]) > MOST);

@@ -130,7 +130,8 @@ pub enum Rejection {
         /// The most that count as few.
         max: u32,
     },
-    /// Several row tiles per KV head, each of which reads all keys, and not all resident at a time.
+    /// A KV head has several row tiles, which each read all keys, and not all of them are resident
+    /// at a time.
     RowTiles {
         /// Row tiles of all KV heads and sequences.
         got: usize,

@@ -39,7 +39,7 @@ impl Plan {
     /// own, on the simulated machine. `None` where the plan divides no keys by lengths.
     ///
     /// # Errors
-    /// Where there are not as many lengths as sequences.
+    /// If the number of lengths differs from the number of sequences.
     pub fn division(
         &self,
         cumulative_sequence_length: Option<&[i32]>,

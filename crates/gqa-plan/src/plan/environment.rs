@@ -240,8 +240,8 @@ impl PlanOptions {
     }
 }
 
-/// Those of the names that this process has not been told of yet: options are read for each GPU,
-/// and again by a door that computes on the CPU.
+/// The names that this process has not been warned about yet: options are read once for each GPU,
+/// and again for the CPU.
 fn first_told(names: impl Iterator<Item = String>) -> Vec<String> {
     static TOLD: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
     let mut told = TOLD.lock().unwrap_or_else(PoisonError::into_inner);

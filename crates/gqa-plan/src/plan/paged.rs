@@ -228,9 +228,9 @@ impl<'a> Prologue<'a> {
         self.problem.rotary.map_or(Arg::Null, |_| tensor(self.problem, id, 0))
     }
 
-    /// Behind attention: the rows of sequences of `least` tokens or more whose tables lead outside
-    /// of the cache, of which attention has a copy; and with `lack_rows` those of sequences with
-    /// fewer keys than tokens, which all see all keys.
+    /// After attention over a copy of the cache: recomputes sequences of `least` tokens or more
+    /// whose tables point outside of the cache, and with `lack_rows` sequences with fewer keys than
+    /// tokens, whose tokens see all keys.
     fn gaps(&self, least: usize, lack_rows: bool, device: &DeviceInfo) -> Result<Launch> {
         let p = self.problem;
         let [k_scale, v_scale] = scale_tensors(p);
@@ -286,7 +286,7 @@ impl<'a> Prologue<'a> {
         launch(entry, grid, &self.arguments(arguments), params)
     }
 
-    /// A launch's own arguments, and those of the sequences and the cache if it has no others.
+    /// A launch's own arguments, and the sequences and cache of the call where it has none.
     fn arguments(&self, own: &[(&'static str, Arg)]) -> Vec<(&'static str, Arg)> {
         let p = self.problem;
         let of_pages = [

@@ -129,5 +129,5 @@ pub(super) fn output(p: &Problem) -> Output {
 
 /// Whether the kernel writes output in the call's type.
 pub(super) fn writes(entry: &Entry, p: &Problem) -> bool {
-    entry.output == Output::Any || entry.output == output(p)
+    entry.outputs.contains(&output(p))
 }

@@ -7,9 +7,8 @@ use super::family::{Call, Family};
 use crate::problem::Problem;
 use gqa_kernels::registry::{Entry, entries};
 
-/// What tells kernels that can take a call apart: the smaller, the better. Where a row of the
-/// registry is for heads of one size, that size stands behind what would make the kernel wrong for
-/// the call.
+/// The order of kernels that can take a call: the smallest is best. The head size comes after
+/// everything that matters more for the call.
 pub(super) type Order = [usize; 4];
 
 /// The family's kernel with the smallest tile that holds the call's heads, of those that the device
@@ -80,8 +79,8 @@ pub(super) fn shared_memory(entry: &Entry, device: &DeviceInfo) -> Result<(), Re
     if need > have { Err(Rejection::SharedMemory { have, need }) } else { Ok(()) }
 }
 
-/// The least number of splits for kernels whose unsplit output has the element type only: the merge
-/// writes both types.
+/// The least number of splits for kernels that write the element type only: the merge writes f32,
+/// too.
 pub(super) fn least_splits(p: &Problem) -> u32 {
     if p.widens_output() { 2 } else { 1 }
 }

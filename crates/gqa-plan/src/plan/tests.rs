@@ -971,23 +971,23 @@ fn output_in_float32_is_written_by_kernels_that_have_it() {
     };
     assert_eq!(names(&wide(llama(1, 8000)), "h200"), ["decode_f16_d128_r8"]);
     let prompt = wide(llama(2048, 0));
-    assert_eq!(names(&prompt, "h200")[1..], ["hopper_split_f16_d128", "combine_out32"]);
-    assert_eq!(names(&prompt, "a100")[1..], ["split_kv_f16_d128", "combine_out32"]);
-    assert_eq!(names(&prompt, "v100")[1..], ["general_out32"]);
+    assert_eq!(names(&prompt, "h200")[1..], ["hopper_split_f16_d128", "combine"]);
+    assert_eq!(names(&prompt, "a100")[1..], ["split_kv_f16_d128", "combine"]);
+    assert_eq!(names(&prompt, "v100")[1..], ["general"]);
     // Too few rows for `hopper`, too many for `decode`.
     let few = wide(with(llama(40, 8000), |p| p.kv_heads = 4));
-    assert_eq!(names(&few, "h200")[1..], ["split_kv_f16_d128", "combine_out32"]);
+    assert_eq!(names(&few, "h200")[1..], ["split_kv_f16_d128", "combine"]);
     let biased = with(prompt.clone(), |p| p.bias = bias(true, true, 2048));
-    assert_eq!(names(&biased, "h200")[1..], ["split_kv_masked_f16_d128", "combine_out32"]);
+    assert_eq!(names(&biased, "h200")[1..], ["split_kv_masked_f16_d128", "combine"]);
     let one = PlanOptions { splits: Some(1), ..PlanOptions::default() };
     let merged = plan(&prompt, &device("a100"), &one).unwrap();
     assert_eq!(merged.launches[1].grid[1], 2, "one part alone is rounded");
     let whole = PlanOptions { disable_flash_decode: true, ..PlanOptions::default() };
     let why = rejection(&biased, "h200", &whole, Family::HopperMasked);
     assert_eq!(why, "does not write output in float32");
-    let force = PlanOptions { force: Some(find("gqa_general_f16")), ..PlanOptions::default() };
+    let force = PlanOptions { force: Some(find("gqa_tiled_f16_d128")), ..PlanOptions::default() };
     let error = plan(&wide(llama(1, 8000)), &device("h200"), &force).unwrap_err().to_string();
-    assert!(error.contains("general does not write output in float32"), "{error}");
+    assert!(error.contains("tiled does not write output in float32"), "{error}");
 }
 
 #[test]
@@ -1002,7 +1002,7 @@ fn quantized_output_is_written_or_rounded_behind_attention() {
     let behind = "quantize_output";
     assert_eq!(names(&float8(llama(1, 8000)), "h200"), ["decode_f16_d128_r8"]);
     let prompt = float8(llama(2048, 0));
-    assert_eq!(names(&prompt, "h200")[1..], ["hopper_out8_f16_d128"]);
+    assert_eq!(names(&prompt, "h200")[1..], ["hopper_f16_d128"]);
     assert_eq!(names(&prompt, "a100")[1..], ["tiled_f16_d128_k64", behind]);
     let float32 = with(prompt.clone(), |p| p.dtype = DType::F32);
     assert_eq!(names(&float32, "h200")[1..], ["tiled_f32_d128", behind]);

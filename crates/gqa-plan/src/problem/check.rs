@@ -73,7 +73,7 @@ impl ProblemFields {
         refuse(size > MAX_HEAD_SIZE, "heads.size", || (size, format!("up to {MAX_HEAD_SIZE}")))
     }
 
-    /// Errs where a latent call is not one of one KV head, whose values are a part of its keys.
+    /// Errs unless a latent call has one KV head and its values are a part of the keys.
     fn check_latent(&self) -> Result<()> {
         if !self.latent {
             return Ok(());
@@ -266,8 +266,8 @@ impl ProblemFields {
         })
     }
 
-    /// Errs unless new rows can be appended as the cache asks. Heads that are not whole vectors,
-    /// and values unlike keys, are only copied behind a past that is as long in every sequence.
+    /// Errs unless new rows can be appended. Heads that are not whole vectors, and values that
+    /// differ from keys in size, can only follow a past of the same length in every sequence.
     fn check_appended(&self) -> Result<()> {
         let (past, new, capacity) = (self.past_capacity, self.new_len, self.capacity);
         let rolls_wrongly = past != capacity || new != self.q_len && new != 0;
@@ -301,7 +301,7 @@ impl ProblemFields {
         })
     }
 
-    /// Whether rows are the last ones of a sequence with keys of its own; in order over a cache.
+    /// Whether the query rows are the last tokens of their sequence, in order.
     fn has_counted_rows(&self) -> bool {
         let ordered = self.causal || self.tree_mask || self.is_external();
         let own_keys = self.attends() && self.pages.is_none();

@@ -19,8 +19,8 @@ pub enum Phase {
     SubsequentPrompt,
     /// One new row after a past.
     TokenGeneration,
-    /// Rows after a past, or one, of which query_seqlens has the number for each sequence: the
-    /// others are padding at the right. A sequence without a row is idle.
+    /// Rows after a past, padded at the right: query_seqlens has the number of tokens of each
+    /// sequence. A sequence without tokens is idle.
     PaddedChunk,
 }
 
@@ -206,7 +206,7 @@ pub struct Pages {
     pub one_each: bool,
     /// The call has a tensor `schedule`: [`Plan::schedule`](crate::plan::Plan::schedule).
     pub scheduled: bool,
-    /// Blocks have one row, and those of a sequence lie one behind the other: block_table has one
+    /// Blocks have one row, and the blocks of a sequence are consecutive: block_table has one
     /// column, the first block of each sequence.
     pub consecutive: bool,
 }
@@ -697,8 +697,8 @@ impl Problem {
         self.pages.is_some() && self.new_len == 0 && self.q_len > 0
     }
 
-    /// Whether a sequence may have more new tokens than keys. Those before the first key have no
-    /// angles.
+    /// Whether a sequence may have more new tokens than keys. Tokens before the first key are not
+    /// rotated.
     pub fn may_lack_rows(&self) -> bool {
         self.reads_pages_only() && (self.is_ordered() || self.rotary.is_none())
     }

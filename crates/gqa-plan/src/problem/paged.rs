@@ -46,7 +46,7 @@ impl Problem {
         })
     }
 
-    /// The new tokens of all sequences as those of one, to be normalized, rotated and appended.
+    /// The new tokens of all sequences as one sequence, for normalization, rotation and appending.
     ///
     /// # Errors
     /// As [`new`](Self::new).

@@ -36,7 +36,8 @@ pub(super) fn run<T: Element, O: Element>(
     });
 }
 
-/// A task whose parts may run concurrently: the last part to end merges all.
+/// A task that is split into parts, which may run concurrently; the last part to end merges the
+/// results.
 struct Parts<'a, 'r, T, O> {
     task: Task<'a, T>,
     /// The keys of each.

@@ -54,8 +54,7 @@ pub(in crate::op) fn check_types(k_quant_type: QuantType, v_quant_type: QuantTyp
     Err(Error::invalid("v_quant_type", v_quant_type, format!("{k_quant_type}, as k_quant_type")))
 }
 
-/// Per-token scales need a cache that past and present share, and whose rows do not move; checks
-/// that.
+/// Checks that a cache with per-token scales is shared by past and present, and does not roll.
 fn lie_beside_the_cache(op: &GroupQueryAttention, cache: CacheBinding) -> Result<()> {
     let why = match cache {
         CacheBinding::Shared if op.sliding_window_cache => "sliding_window_cache is 1",

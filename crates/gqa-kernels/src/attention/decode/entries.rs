@@ -97,7 +97,8 @@ impl<
             rope,
             coding,
         };
-        let output = Output { head_sink, results: Results::of_elements(out), lse, tokens: 0 };
+        let output =
+            Output { head_sink, results: Results::unscaled(out, Global::null()), lse, tokens: 0 };
         let splits = Splits { columns: partial_out, states: partial_states, arrivals };
         let (schedule, tree) = (Schedule::none(), Tree::none());
         Self::step(new_tokens, seqlens, SideBySide, output, splits, schedule, tree, p);
@@ -133,8 +134,12 @@ impl<
         let rope = Rope { cos, sin, position_ids, params: p.decode.rotary, offset: 0 };
         let new_tokens =
             NewTokens::<T> { q, k: new_k, v: new_v, present_k: k, present_v: v, rope, coding: () };
-        let output =
-            Output { head_sink, results: Results::of_elements(out), lse, tokens: p.tokens };
+        let output = Output {
+            head_sink,
+            results: Results::unscaled(out, Global::null()),
+            lse,
+            tokens: p.tokens,
+        };
         let splits = Splits { columns: partial_out, states: partial_states, arrivals };
         let seqlens = Seqlens::of_pages(past_seqlens);
         let (blocks, tree) = (Blocks::new(starts, block_table, &p), Tree { words: tree_mask });
@@ -180,8 +185,12 @@ impl<
             rope,
             coding,
         };
-        let output =
-            Output { head_sink, results: Results::of_elements(out), lse, tokens: p.tokens };
+        let output = Output {
+            head_sink,
+            results: Results::unscaled(out, Global::null()),
+            lse,
+            tokens: p.tokens,
+        };
         let splits = Splits { columns: partial_out, states: partial_states, arrivals };
         let seqlens = Seqlens::of_pages(past_seqlens);
         let blocks = Blocks::new(starts, block_table, &p);

@@ -48,6 +48,14 @@ pub(super) struct Pointers<T> {
     pub(super) to: Destination<T>,
 }
 
+impl<T> Pointers<T> {
+    /// Of a call without mask, rotation, blocks and scales.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub(super) fn new(head_sink: Global<T>, to: Destination<T>) -> Self {
+        Self { mask: None, rotation: None, pages: None, scales: None, head_sink, to }
+    }
+}
+
 /// A consumer warpgroup that multiplies operands of type `P`, over a cache with scales `K`: per
 /// thread `C` registers of scores, `W` of packed P and `O` of output.
 pub(super) struct Consumer<'a, T, P: Steps, S, K, const C: usize, const W: usize, const O: usize> {

@@ -1,14 +1,14 @@
-//! A quantized cache: a warpgroup of its own makes halves of tiles of quantized values, exactly,
-//! and the tensor cores multiply these. Scales come before and behind the products (`scales.rs`),
-//! so that nothing is rounded on the way. Keys of e4m3 may stay as they are (`operand.rs`).
+//! A quantized cache: one more warpgroup converts tiles of quantized values to float16, exactly,
+//! for the tensor cores. Scales apply before and after the products (`scales.rs`), so nothing is
+//! rounded here. Keys of e4m3 may stay e4m3 (`operand.rs`).
 //!
-//! The quantized values of a tile arrive at the end of the place that its halves take, of which
-//! they fill half or, of the smallest heads, all. So columns whose halves do not lie there are
-//! written first; those of the others when all threads have read theirs.
+//! TMA writes the quantized values of a tile to the end of its stage, of which they fill half, or
+//! all for the smallest heads. The converted tile fills the whole stage. So columns that do not
+//! overlap the quantized values are written first, the others after all threads have read theirs.
 //!
-//! A thread converts 16 columns of a row at a time, which are in one chunk of columns; four threads
-//! have the chunk's. Eight neighbouring threads have rows `r` and `r ^ 5`, so that their vectors
-//! lie in all eight units of 128 bytes, where they read and where they write.
+//! A thread converts 16 columns of a row at a time, which lie in one 64-column chunk; four threads
+//! share a chunk's row. Eight neighbouring threads take rows `r` and `r ^ 5`, so that their vectors
+//! fall into all eight 16-byte units of 128 bytes, both for loads and stores.
 
 use super::operand::Operand;
 use super::shape::{Tile, WARPGROUP, swizzled};
@@ -19,18 +19,17 @@ use crate::tile::ring::Ring;
 
 /// Columns that a thread converts at a time.
 const COLUMNS: u32 = 16;
-/// How often it does with its loads under way together.
+/// Loads that a thread keeps in flight.
 const TOGETHER: usize = 4;
 /// Named barrier: the warpgroup has read all of a tile.
 const READ: u32 = 9;
 /// Warps that convert.
 const WARPS: u32 = WARPGROUP / 32;
 
-/// The warpgroup that converts: all tiles of all work tiles, or those of values where keys stay as
-/// they are.
+/// The loop of the converting warpgroup over all tiles, or over V tiles only if keys stay e4m3.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) fn run<S: Tile, P: Operand>(base: u32, format: u32) {
-    // A loop for each, because none should ask in every step.
+    // A loop for each format, so that none branches in every step.
     if P::KEEPS_KEYS {
         run_over_values::<S>(base);
     } else if format == Format::Int8 as u32 {
@@ -61,8 +60,7 @@ fn run_in<S: Tile, C: MmaCode>(code: C, base: u32) {
     }
 }
 
-/// A tile of keys comes first, then one before each of values but the last. Those of values are
-/// e4m3.
+/// The loop over V tiles, of e4m3. Tiles arrive in the order K₀ K₁ V₀ K₂ V₁ …
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn run_over_values<S: Tile>(base: u32) {
     let mut ring = Ring::START;

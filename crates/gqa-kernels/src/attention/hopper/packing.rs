@@ -11,8 +11,8 @@ use crate::simt::opaque;
 pub(super) enum Packing {
     /// Rows are tokens of one query head.
     OneHead,
-    /// Rows of a warpgroup are so many heads of its first token, then those of the next, as many
-    /// whole tokens as fit. Rows behind them are empty.
+    /// Rows of a warpgroup are that number of heads of its first token, then of the next token, and
+    /// so on, for as many whole tokens as fit. The remaining rows are empty.
     Heads(u32),
 }
 

@@ -30,8 +30,8 @@ pub(in crate::plan) struct Work<'a> {
     pub(in crate::plan) new_bytes: f64,
     /// Work tiles of prefill.
     pub(in crate::plan) tiles: usize,
-    /// How long one takes, if sequences have no keys but their new ones, and if they have as many
-    /// as the longest: the host does not know which.
+    /// Time of a tile if sequences have only their new keys, and if all have as many as the
+    /// longest. The host does not know the lengths.
     pub(in crate::plan) tile: [f64; 2],
 }
 

@@ -48,7 +48,7 @@ impl Family for Decode {
     }
 }
 
-/// The options that concern those of its sisters that have no other kernel to append for them.
+/// Options of the variants that always append themselves.
 pub(super) const OPTIONS: &[PlanOption] = &[
     PlanOption::DisableFlashAttention,
     PlanOption::DisableFlashDecode,
@@ -139,7 +139,7 @@ fn newest_target(entry: &Entry, device: &DeviceInfo) -> Option<(u32, bool)> {
     suited.map(|target| registry::number(target.arch)).max()
 }
 
-/// Whether a kernel takes heads of that size: its own, or a smaller one whose rows in the cache are
+/// Whether a kernel takes a head size: its own, or with padding a smaller one whose cached rows are
 /// whole vectors.
 fn holds(entry: &Entry, head_size: usize) -> bool {
     let [most, per_vector] = [entry.head_size, 8 * values_per_element(entry)].map(|n| n as usize);
@@ -149,11 +149,10 @@ fn holds(entry: &Entry, head_size: usize) -> bool {
 /// Row tiles of 16 that 64 rows are.
 const MOST_TILES: usize = 4;
 
-/// Whether so many row tiles run at a time and read keys from memory once, because the L2 cache
-/// holds the KV cache. Then tiles of 16 rows are faster than half as many of 32 in blocks of half
-/// the size, if no cluster shares their keys (`docs/results/2026-11-26-h100-ampere`), and two or
-/// four than one of 64 whose products are not `wgmma`
-/// (`docs/results/2026-11-27-h100-wide-steps`).
+/// Whether all row tiles run at a time and the KV cache fits the L2 cache, so that keys are read
+/// from memory once. Then tiles of 16 rows are faster than half as many of 32 in half-SM CTAs, if
+/// no cluster shares their keys (`docs/results/2026-11-26-h100-ampere`), and two or four of them
+/// are faster than one of 64 rows without `wgmma` (`docs/results/2026-11-27-h100-wide-steps`).
 fn row_tiles_share_keys(call: &Call<'_>, tiles: usize) -> bool {
     let (p, device) = (call.problem, call.device);
     let heads = p.kv_heads.saturating_mul(p.batch);
@@ -233,8 +232,8 @@ pub(in crate::plan) fn in_halves(kernel: &Kernel, device: &DeviceInfo) -> Option
     Some(Kernel::whole(half))
 }
 
-/// How two such blocks stream, fitted to measurements (`docs/perf-log.md`): those of a quantized KV
-/// cache slower, as they have fewer copies under way.
+/// How two half-SM CTAs stream, fitted to measurements (`docs/perf-log.md`). Over a quantized KV
+/// cache they are slower, with fewer bytes in flight.
 fn halves_like(half: &Entry) -> Halves {
     match half.formats {
         [] => Halves { slower: 1, tenths: 12, tenths_in_pairs: 36 },
@@ -387,7 +386,7 @@ pub(super) fn step_params(
         rows: entry.rows,
         at_a_time: job.device.multiprocessors * entry.min_blocks,
         overlap: overlap(p, appends, job.task),
-        ahead: u32::from(asks_ahead(p, kernel, appends && p.new_len > 0)),
+        ahead: u32::from(loads_early(p, kernel, appends && p.new_len > 0)),
         scales: scales(p),
         format: format(p),
         parts: kernel.parts,
@@ -445,12 +444,11 @@ fn partials(kernel: &Kernel, job: Job<'_>, params: &DecodeParams) -> Result<[Arg
     ])
 }
 
-/// Whether teams ask for their first keys before they know how many there are. Rows that the call
-/// appends must not be among them, unless one cluster alone reads them; it appends them later than
-/// otherwise if it has several ranks and few keys, which then costs more than asking early brings
-/// (`docs/perf-log.md`). A block table says nothing of keys that there are not: whose rows those
-/// would be, the others' appends may be among.
-fn asks_ahead(p: &Problem, kernel: &Kernel, appends: bool) -> bool {
+/// Whether teams load their first keys before they know the length. Rows that the call appends must
+/// not be among them, unless a single cluster reads them. With several ranks and few keys the
+/// cluster then appends later, which costs more than loading early gains (`docs/perf-log.md`).
+/// Pages past the end are undefined: do not load them early.
+fn loads_early(p: &Problem, kernel: &Kernel, appends: bool) -> bool {
     let Kernel { entry, splits, cluster, .. } = *kernel;
     let row_tiles = p.packed_rows().div_ceil(entry.rows as usize);
     let is_alone = splits == 1 && row_tiles == 1;

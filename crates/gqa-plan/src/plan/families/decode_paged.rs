@@ -45,8 +45,8 @@ impl Family for DecodePaged {
     }
 }
 
-/// Blocks of whole pieces, and no mask that tells several tokens apart otherwise than their
-/// positions do.
+/// Blocks consist of whole pieces, and several tokens of a sequence differ by their positions only,
+/// not by a mask.
 pub(super) fn choose(module: registry::Family, call: &Call<'_>) -> Result<Kernel, Rejection> {
     if !call.problem.has_single_tokens() {
         requirements::flash(call.problem)?;

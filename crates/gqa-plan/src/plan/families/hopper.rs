@@ -40,7 +40,7 @@ impl Family for Hopper {
             return Err(Rejection::Argument { name: "lse" });
         }
         let written = if p.quantizes_output() { Output::E4M3 } else { Output::Element };
-        let is_written = |entry: &Entry| entry.output == written;
+        let is_written = |entry: &Entry| entry.outputs.contains(&written);
         let entry = select::among(self, call, is_written, |entry| order(entry, p))?;
         if !is_told_values(entry) && p.v_head_size != p.head_size {
             return Err(Rejection::Values { dtype: p.v_dtype, size: p.v_head_size });
@@ -93,18 +93,18 @@ fn sees_many_keys(p: &Problem) -> bool {
     !p.causal && p.window.is_none() && p.softcap.is_none() && p.total_len >= MANY
 }
 
-/// Whether a kernel can rotate queries: those of two warpgroups have registers for it.
+/// Whether a kernel can rotate queries: kernels of two warpgroups have the registers.
 fn rotates(entry: &Entry) -> bool {
     entry.takes("cos")
 }
 
-/// Whether a kernel is told the head size of values: [`HopperParams`] has it.
+/// Whether a kernel takes another head size of values: [`HopperParams`] has it.
 fn is_told_values(entry: &Entry) -> bool {
     entry.role == Role::Attention && rotates(entry)
 }
 
-/// Whether it is a rotation that these kernels know: by positions that are not given, and tables
-/// whose elements they can count in 32 bits.
+/// Whether these kernels implement the rotation: implicit positions, and tables with 32-bit
+/// indices.
 pub(super) fn knows(rotary: Rotary) -> bool {
     let elements = rotary.max_positions.saturating_mul(rotary.dim / 2);
     rotary.explicit.is_none() && u32::try_from(elements).is_ok()
@@ -253,7 +253,7 @@ pub(super) fn key_maps(
     Ok([map(k, params.k, head_size), map(v, params.v, value_size(p)?)])
 }
 
-/// Everything `hopper` asks for, with tensor maps of K and V: those of what it reads by tiles.
+/// All arguments of `hopper`, with the tensor maps of K and V.
 pub(super) fn arguments(
     p: &Problem,
     params: &AttentionParams,
@@ -277,7 +277,7 @@ pub(super) fn arguments(
     arguments
 }
 
-/// The map of a (batch, head, row) tensor, whose boxes have rows of one head.
+/// The tensor map of a (batch, head, row) tensor; a box has rows of one head.
 pub(super) fn tensor_map(
     p: &Problem,
     arg: Arg,
@@ -289,7 +289,7 @@ pub(super) fn tensor_map(
     boxes(p, arg, stride, size, [tile_rows, 1])
 }
 
-/// The map of a tensor whose rows are so many elements apart in each dimension.
+/// The tensor map of a tensor with these strides in elements.
 pub(super) fn boxes(
     p: &Problem,
     arg: Arg,

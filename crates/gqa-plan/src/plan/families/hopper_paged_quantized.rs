@@ -1,5 +1,5 @@
-//! `hopper_paged_quantized`: `hopper` over a paged and quantized KV cache, whose values become
-//! halves on their way.
+//! `hopper_paged_quantized`: `hopper` over a paged and quantized KV cache, converted to float16 in
+//! shared memory.
 
 use super::hopper_paged::{self, PagedCall};
 use super::hopper_quantized;

@@ -1,4 +1,4 @@
-//! `hopper_quantized`: `hopper` over a quantized KV cache, whose values become halves on their way.
+//! `hopper_quantized`: `hopper` over a quantized KV cache, converted to float16 in shared memory.
 
 use super::hopper::{self, tensor_map};
 use crate::plan::build::launch;

@@ -53,9 +53,9 @@ pub(super) fn splits_of_few_rows(p: &Problem, device: &DeviceInfo) -> Option<u32
         .then(|| split_kv::splits(&params, p.most_keys(), device.multiprocessors))
 }
 
-/// Into how many parts the keys are split for so many blocks to an SM, or why larger tiles do
-/// better; `has_rival` if some of them have output in another type. GQA_SPLITS and GQA_FORCE know
-/// better than the heuristic.
+/// Number of KV splits if an SM holds `blocks` CTAs, or the reason why kernels with larger tiles
+/// are better; `has_rival` if one of those writes the call's output type. GQA_SPLITS and GQA_FORCE
+/// override the heuristic.
 pub(super) fn splits(
     call: &Call<'_>,
     entry: &Entry,

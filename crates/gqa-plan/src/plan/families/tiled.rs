@@ -37,8 +37,8 @@ impl Family for Tiled {
     }
 }
 
-/// The kernel with the smallest tile that holds the call's heads, and of several the longest of
-/// which two blocks fit an SM, or else the shortest.
+/// The kernel with the smallest tile that holds the call's heads; among several the one with the
+/// most keys of which two CTAs fit an SM, else the one with the fewest.
 pub(super) fn smallest(call: &Call<'_>) -> Result<&'static Entry, Rejection> {
     select::among(
         &Tiled,
