@@ -163,22 +163,55 @@ pub fn latent_in_place(
     cases: BoxedStrategy<LatentCase>,
     device: &DeviceInfo,
 ) -> BoxedStrategy<LatentCase> {
-    let (device, rows) = (device.clone(), prop::sample::select(vec![16usize, 32, 64, 128]));
-    (cases, crate::half_dtype(), rows, [0..=2usize, 0..=2])
-        .prop_map(|(case, dtype, rows, apart)| LatentCase {
-            dtype,
-            rows: LatentRows::Paged(rows, apart),
-            first_prompt: false,
-            window: None,
-            head_sink: false,
-            tree_mask: false,
-            bias: false,
-            ..case
+    let rows = prop::sample::select(vec![16usize, 32, 64, 128]);
+    let paged =
+        (rows, [0..=2usize, 0..=2]).prop_map(|(rows, apart)| LatentRows::Paged(rows, apart));
+    of_family(Family::Latent, cases, paged.boxed(), device)
+}
+
+/// The same for the kernels that multiply by `mma.sync`, over blocks of any power of two of rows
+/// and over contiguous caches.
+pub fn latent_by_mma(
+    cases: BoxedStrategy<LatentCase>,
+    device: &DeviceInfo,
+) -> BoxedStrategy<LatentCase> {
+    let rows = prop::sample::select(vec![1usize, 2, 16, 64, 128]);
+    let paged =
+        (rows, [0..=2usize, 0..=2]).prop_map(|(rows, apart)| LatentRows::Paged(rows, apart));
+    let rows = prop_oneof![1 => Just(LatentRows::Dense), 2 => paged];
+    of_family(Family::LatentMma, cases, rows.boxed(), device)
+}
+
+/// Calls with such rows for which a device takes that family.
+fn of_family(
+    family: Family,
+    cases: BoxedStrategy<LatentCase>,
+    rows: BoxedStrategy<LatentRows>,
+    device: &DeviceInfo,
+) -> BoxedStrategy<LatentCase> {
+    let device = device.clone();
+    (cases, crate::half_dtype(), rows)
+        .prop_map(|(case, dtype, rows)| {
+            let is_dense = rows == LatentRows::Dense;
+            LatentCase {
+                dtype,
+                rows,
+                first_prompt: case.first_prompt && is_dense,
+                separate: case.separate && is_dense,
+                window: None,
+                head_sink: false,
+                tree_mask: false,
+                bias: false,
+                counts_new: case.counts_new && !is_dense,
+                gaps: case.gaps && !is_dense,
+                slots: case.slots && !is_dense,
+                ..case
+            }
         })
         .prop_filter("taken by another kernel", move |case| {
             let plan = case.problem().and_then(|p| plan(&p, &device, &PlanOptions::default()));
             plan.is_ok_and(|plan| {
-                plan.launches().iter().any(|launch| launch.entry().family == Family::Latent)
+                plan.launches().iter().any(|launch| launch.entry().family == family)
             })
         })
         .boxed()
@@ -189,12 +222,17 @@ pub fn latent_in_float8(
     cases: BoxedStrategy<LatentCase>,
     device: &DeviceInfo,
 ) -> BoxedStrategy<LatentCase> {
+    latent_in_place(in_float8(cases), device)
+}
+
+/// Those calls over caches of float8 with one scale.
+pub fn in_float8(cases: BoxedStrategy<LatentCase>) -> BoxedStrategy<LatentCase> {
     let scales = prop::sample::select(vec![Scales::PerTensor, Scales::PerHead]);
     let float8 = |(case, scales): (LatentCase, Scales)| LatentCase {
         quantized: Some(Quantization { format: QuantFormat::Float8, scales }),
         ..case
     };
-    latent_in_place((cases, scales).prop_map(float8).boxed(), device)
+    (cases, scales).prop_map(float8).boxed()
 }
 
 /// Of these calls those that PagedAttention can describe, over paged caches.

@@ -4,8 +4,9 @@ use gqa_host::backend::cpu::Cpu;
 use gqa_host::backend::sim::Sim;
 use gqa_host::plan::{DeviceInfo, PlanOptions};
 use gqa_tests::{
-    Unchecked, any_dtype, half_dtype, heads_up_to, latent, latent_in_float8, latent_in_place,
-    latent_operators, latent_reads, parity, trees, turned_behind,
+    Unchecked, any_dtype, half_dtype, heads_up_to, in_float8, latent, latent_by_mma,
+    latent_in_float8, latent_in_place, latent_operators, latent_reads, parity, trees,
+    turned_behind,
 };
 
 /// Keys and values of a row: DeepSeek's, and smaller ones, which are faster.
@@ -72,6 +73,23 @@ fn steps_in_place_over_float8() {
         let cases = latent_in_float8(latent(&SIZES[..1], 500), &device);
         let sim = Sim::default().with_device(device).with_options(options);
         parity(&format!("sim, latent float8, splits {splits:?}"), 12, cases, &sim);
+    }
+}
+
+/// By `mma.sync`, as GPUs without `wgmma` have them, over blocks and contiguous caches.
+#[test]
+fn steps_by_mma_sync() {
+    for (name, multiprocessors, splits) in
+        [("a100", 1, None), ("rtx4090", 128, None), ("b200", 148, Some(3))]
+    {
+        let device = DeviceInfo::known(name).expect("a known device");
+        let device = DeviceInfo { multiprocessors, ..device };
+        let options = PlanOptions { splits, ..PlanOptions::default() };
+        let sim = Sim::default().with_device(device.clone()).with_options(options);
+        let cases = latent_by_mma(latent(&SIZES[..1], 300), &device);
+        parity(&format!("sim, latent, {name}, splits {splits:?}"), 16, cases, &sim);
+        let cases = latent_by_mma(in_float8(latent(&SIZES[..1], 300)), &device);
+        parity(&format!("sim, latent float8, {name}, splits {splits:?}"), 12, cases, &sim);
     }
 }
 

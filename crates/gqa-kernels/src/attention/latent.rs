@@ -252,10 +252,10 @@ struct Pointers<T> {
 
 /// What tells the lengths of sequences; of a contiguous cache `starts` is null.
 #[derive(Clone, Copy)]
-struct Lengths {
-    starts: Global<i32>,
-    past_seqlens: Global<i32>,
-    query_seqlens: Global<i32>,
+pub(super) struct Lengths {
+    pub starts: Global<i32>,
+    pub past_seqlens: Global<i32>,
+    pub query_seqlens: Global<i32>,
 }
 
 /// What a CTA computes.
@@ -389,9 +389,14 @@ fn run<S: Shape, T: MmaElement>(
 impl Lengths {
     /// The sequence of a batch entry, and its rows in query and output.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn sequence<S: Shape>(self, batch: u32, p: &LatentParams) -> (Sequence, u32) {
+    pub(super) fn sequence(
+        self,
+        may_be_contiguous: bool,
+        batch: u32,
+        p: &LatentParams,
+    ) -> (Sequence, u32) {
         let Self { starts, past_seqlens, query_seqlens } = self;
-        if S::APART && starts.is_null() {
+        if may_be_contiguous && starts.is_null() {
             let seqlens = Seqlens::new(past_seqlens, query_seqlens);
             let Seqlen { total, past } = seqlens.get(batch, &p.attention);
             let sequence = Sequence { start: 0, new: total.wrapping_sub(past), past };
@@ -410,7 +415,7 @@ impl<'a, S: Shape, T: Element> Work<'a, S, T> {
         let (split, batch) = (block_idx_y(), block_idx_z());
         let [cluster, rank] = if S::APART { [cluster_size(), cluster_rank()] } else { [1, 0] };
         let (nth, kv_head) = Self::place(p, cluster);
-        let (sequence, exist) = lengths.sequence::<S>(batch, p);
+        let (sequence, exist) = lengths.sequence(S::APART, batch, p);
         let tile = |index, rows| {
             Rows::of(&p.attention, index, kv_head, batch, rows)
                 .of_sequence(sequence.start, sequence.seqlen())

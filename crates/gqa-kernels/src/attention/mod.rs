@@ -5,6 +5,7 @@ pub mod decode;
 pub mod general;
 pub mod hopper;
 pub mod latent;
+pub mod latent_mma;
 pub mod merge_peers;
 mod out;
 pub mod split_kv;

@@ -128,6 +128,8 @@ families! {
     HopperWide: "hopper_wide", "family-hopper-wide", ["sm_90a"];
     /// Decode over a latent KV cache.
     Latent: "latent", "family-latent", ["sm_90a"];
+    /// The same by `mma.sync`, and over a contiguous cache.
+    LatentMma: "latent_mma", "family-latent-mma", ["sm_80", "sm_90" ptx 81];
     /// Tensor-core flash attention over a split of the keys, and the merge.
     SplitKv: "split_kv", "family-split-kv", ["sm_75" ptx 65, "sm_80", "sm_90a"];
     /// The same with a bias or a mask.

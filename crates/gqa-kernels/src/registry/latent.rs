@@ -2,13 +2,15 @@
 //! with heads of 512.
 
 use crate::attention::latent::{self, Latent, LatentFloat8, Shape, Wide};
+use crate::attention::latent_mma;
 #[cfg(not(target_arch = "nvptx64"))]
 use crate::num::Format;
 use crate::num::{bf16, f16};
 use crate::params::LatentParams;
 
 #[cfg(not(target_arch = "nvptx64"))]
-pub(super) static TABLES: &[&[super::Entry]] = &[WIDE, LATENT, LATENT_FLOAT8, LATENT_MERGE];
+pub(super) static TABLES: &[&[super::Entry]] =
+    &[WIDE, LATENT, LATENT_FLOAT8, LATENT_MERGE, LATENT_MMA, LATENT_MMA_FLOAT8, LATENT_MMA_MERGE];
 
 kernels!(WIDE, HopperWide: Attention, "family-hopper-wide",
     ([k 0, v 1] q: T, starts: i32, past_seqlens: i32, query_seqlens: i32, block_table: i32, out: T, lse: f32, partial_out: f32, partial_lse: f32;
@@ -43,4 +45,41 @@ kernels!(LATENT_MERGE, Latent: Merge, "family-latent",
            min_blocks: 8, shared: latent::MERGE_SHARED_BYTES, hot: true, min_sm: 90 }, {
     gqa_latent_merge_f16 => latent::merge::<f16>, T = f16;
     gqa_latent_merge_bf16 => latent::merge::<bf16>, T = bf16;
+});
+
+/// Rows of the kernels that multiply by `mma.sync`, for both 16-bit types: `F16 NAME, BF16 NAME =>
+/// SHAPE, CTAs per SM`.
+macro_rules! latent_mma_kernels {
+    ($table:ident, $args:tt, $run:ident, $formats:expr, { $($f16:ident, $bf16:ident => $shape:ty, $min_blocks:literal;)* }) => {
+        latent_mma_kernels!(@rows $table, $args, $run, $formats, { $($f16: f16 => $shape, $min_blocks; $bf16: bf16 => $shape, $min_blocks;)* });
+    };
+    (@rows $table:ident, $args:tt, $run:ident, $formats:expr, { $($name:ident: $t:ident => $shape:ty, $min_blocks:literal;)* }) => {
+        kernels!($table, LatentMma: Attention, "family-latent-mma", $args, { $(
+            $name => <$shape>::$run, T = $t, {
+                head_size: latent_mma::KEY_SIZE, rows: <$shape>::ROWS, keys: <$shape>::KEYS, threads: <$shape>::THREADS,
+                min_blocks: $min_blocks, shared: <$shape>::SHARED_BYTES, hot: true, min_sm: <$shape>::MIN_SM, formats: $formats };
+        )* });
+    };
+}
+
+latent_mma_kernels!(LATENT_MMA,
+    (q: T, k: T, starts: i32, past_seqlens: i32, query_seqlens: i32, block_table: i32, out: T, lse: f32, partial_out: f32, partial_lse: f32;
+     p: LatentParams), run, &[], {
+    gqa_latent_mma_f16_r16, gqa_latent_mma_bf16_r16 => latent_mma::Rows16, 2;
+    gqa_latent_mma_f16_r32, gqa_latent_mma_bf16_r32 => latent_mma::Rows32, 1;
+});
+
+latent_mma_kernels!(LATENT_MMA_FLOAT8,
+    (q: T, k: u8, k_scale: f32, starts: i32, past_seqlens: i32, query_seqlens: i32, block_table: i32, out: T, lse: f32, partial_out: f32, partial_lse: f32;
+     p: LatentParams), run_quantized, &[Format::Float8], {
+    gqa_latent_mma_f8_f16_r16, gqa_latent_mma_f8_bf16_r16 => latent_mma::Float8Rows16, 2;
+    gqa_latent_mma_f8_f16_r32, gqa_latent_mma_f8_bf16_r32 => latent_mma::Float8Rows32, 1;
+});
+
+kernels!(LATENT_MMA_MERGE, LatentMma: Merge, "family-latent-mma",
+    (out: T, lse: f32, partial_out: f32, partial_lse: f32; p: LatentParams),
+    each { head_size: latent::VALUE_SIZE, rows: 0, keys: 0, threads: latent::MERGE_THREADS,
+           min_blocks: 8, shared: latent::MERGE_SHARED_BYTES, hot: true, min_sm: 80 }, {
+    gqa_latent_mma_merge_f16 => latent::merge::<f16>, T = f16;
+    gqa_latent_mma_merge_bf16 => latent::merge::<bf16>, T = bf16;
 });

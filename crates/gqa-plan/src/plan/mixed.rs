@@ -31,7 +31,7 @@ use super::decision::{Decision, Rejection};
 use super::device::{Capability, DeviceInfo};
 use super::families::{
     DecodePaged, DecodePagedQuantized, HopperPaged, HopperPagedQuantized, HopperWide, Latent,
-    TiledPaged, in_halves, in_parts,
+    LatentMma, TiledPaged, in_halves, in_parts,
 };
 use super::family::{Call, Choice, Family, Job, Kernel, Task, TileQueue};
 use super::launch::Launch;
@@ -103,30 +103,34 @@ impl Attentions {
         device: &DeviceInfo,
         options: &PlanOptions,
     ) -> Self {
-        let step: &'static dyn Family = match problem.quantized {
-            _ if problem.latent => &Latent,
-            None if problem.head_size > LARGEST_DECODE_HEAD => &HopperWide { paged: true },
-            None => &DecodePaged,
-            Some(_) => &DecodePagedQuantized,
+        let families: &[&'static dyn Family] = match problem.quantized {
+            _ if problem.latent => &[&Latent, &LatentMma { paged: true }],
+            None if problem.head_size > LARGEST_DECODE_HEAD => &[&HopperWide { paged: true }],
+            None => &[&DecodePaged],
+            Some(_) => &[&DecodePagedQuantized],
         };
         let whole = Task::whole(problem, true);
         let consider = |family, problem: &Problem| -> Result<Choice, Rejection> {
             let typical = problem.batch_invariant.then(|| problem.typical());
             consider(family, &Call::new(typical.as_ref().unwrap_or(problem), device, options))
         };
-        let steps = may_be_steps(problem).and_then(|()| consider(step, problem));
-        let decided = decision(step, &steps);
+        let ask = |family| may_be_steps(problem).and_then(|()| consider(family, problem));
+        let asked: Vec<_> = families.iter().map(|&family| (family, ask(family))).collect();
+        let nth = asked.iter().position(|(_, steps)| steps.is_ok()).unwrap_or(asked.len() - 1);
+        let mut decisions: Vec<_> =
+            asked[..=nth].iter().map(|(family, steps)| decision(*family, steps)).collect();
+        let (step, steps) = &asked[nth];
+        let step = *step;
         // Kernels do not append by slot_mapping; a launch before them does.
         let appends = !pages.slots && !problem.reads_pages_only();
-        if let Ok(choice) = steps {
+        if let Ok(choice) = *steps {
             let task = Task { appended: !appends || choice.family.follows_append(), ..whole };
             let call = Call::new(problem, device, options);
             let kernel = in_parts(&choice.kernel, &call).unwrap_or(choice.kernel);
             let choice = Choice { kernel, ..choice };
             let all = Attention { problem: problem.clone(), choice, task };
-            return Self { chosen: vec![all], decisions: vec![decided] };
+            return Self { chosen: vec![all], decisions };
         }
-        let mut decisions = vec![decided];
         let Some((read, prompt)) = Self::prompts(problem, consider, &mut decisions) else {
             return Self { chosen: Vec::new(), decisions };
         };
@@ -142,7 +146,7 @@ impl Attentions {
             });
             let least = steps.as_ref().map_or(task.least, |steps| steps.problem.q_len + 1);
             if let Some(steps) = &steps {
-                decisions[0] = decision(step, &Ok(steps.choice));
+                decisions[nth] = decision(step, &Ok(steps.choice));
             }
             let others = Attention { problem: read, choice: prompt, task: Task { least, ..task } };
             return Self { chosen: steps.into_iter().chain([others]).collect(), decisions };
@@ -161,7 +165,7 @@ impl Attentions {
         let steps =
             chosen.iter().find(|attention| attention.choice.family.module() == step.module());
         if let Some(attention) = steps {
-            decisions[0] = decision(step, &Ok(attention.choice));
+            decisions[nth] = decision(step, &Ok(attention.choice));
         }
         Self { chosen, decisions }
     }

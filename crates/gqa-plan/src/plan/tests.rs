@@ -1089,6 +1089,7 @@ fn what_is_switched_off_leaves_the_unfused_kernels() {
          tiled_masked switched off by GQA_DISABLE_FLASH_ATTENTION; \
          tiled_f32 switched off by GQA_DISABLE_FLASH_ATTENTION; \
          tiled_wide switched off by GQA_DISABLE_FLASH_ATTENTION; \
+         latent_mma switched off by GQA_DISABLE_FLASH_ATTENTION; \
          general switched off by GQA_DISABLE_MEMORY_EFFICIENT_ATTENTION; \
          unfused does not take float64"
     );
@@ -2286,7 +2287,9 @@ fn check(plan: &Plan, launch: &Launch) {
             Family::Decode | Family::DecodeQuantized => decode_reach(name, launch, element),
             Family::HopperPaged => hopper_paged_reach(name, launch, element),
             Family::TiledPaged => tiled_paged_reach(name, launch, element),
-            Family::HopperWide | Family::Latent => latent_reach(name, launch, element),
+            Family::HopperWide | Family::Latent | Family::LatentMma => {
+                latent_reach(name, launch, element)
+            }
             Family::HopperQuantized | Family::HopperPagedQuantized if name.ends_with("_scale") => {
                 scales_of(&plan.problem, arg)
             }
@@ -2647,6 +2650,15 @@ fn latent_reach(name: &str, launch: &Launch, element: usize) -> usize {
         "partial_out" => out * 4,
         "partial_lse" => lse * 4,
         "k_scale" => 4,
+        "k" => {
+            let rows = if p.log_block_size == latent::CONTIGUOUS {
+                a.capacity
+            } else {
+                1 << p.log_block_size
+            };
+            let cell = if launch.entry.formats.is_empty() { element } else { 1 };
+            reach(a.k, [p.blocks, 1, rows], a.head_size) * cell
+        }
         _ => panic!("{name}"),
     }
 }
@@ -2824,7 +2836,10 @@ fn latent_calls_have_kernels_that_read_values_in_keys() {
         for name in ["h200", "b200", "a100", "v100"] {
             let plan = plan(&problem, &device(name), &PlanOptions::default()).unwrap();
             for Decision { family, outcome } in &plan.decisions {
-                let takes = matches!(family, Family::General | Family::Unfused | Family::Latent);
+                let takes = matches!(
+                    family,
+                    Family::General | Family::Unfused | Family::Latent | Family::LatentMma
+                );
                 let declines = matches!(outcome, Err(Rejection::Latent));
                 assert!(takes || declines, "{family:?}: {outcome:?}");
             }
@@ -2833,10 +2848,12 @@ fn latent_calls_have_kernels_that_read_values_in_keys() {
     }
     let kernels =
         |call: ProblemFields| kernels(&Problem::new(call).unwrap(), &PlanOptions::default());
-    let unfused = ["unfused_scores", "unfused_softmax", "unfused_values"];
     let dense = kernels(latent_of(576, 1, 500));
-    assert_eq!(dense[0], "unpack_qkv_with_rope_and_append_kv");
-    assert_eq!(dense.len(), 1 + unfused.len(), "{dense:?}");
+    let merged = ["latent_mma", "latent_mma_merge"];
+    assert_eq!(dense, ["unpack_qkv_with_rope_and_append_kv", merged[0], merged[1]]);
+    let sink = ProblemFields { sink: Sink::PerHead, ..latent_of(576, 1, 500) };
+    let unfused = ["unfused_scores", "unfused_softmax", "unfused_values"];
+    assert_eq!(kernels(sink)[1..], unfused);
     let small = kernels(latent_of(256, 1, 500));
     assert_eq!(small, ["unpack_qkv_with_rope_and_append_kv", "general"]);
     let paged = paged(&Problem::new(latent_of(576, 1, 500)).unwrap());
@@ -2864,6 +2881,39 @@ fn latent_calls_have_kernels_that_read_values_in_keys() {
         (&paged[..2], paged.last()),
         (&["paged_append", "paged_gather"][..], Some(&"paged_gaps"))
     );
+}
+
+/// Where there is no `wgmma`, and over blocks that TMA does not load.
+#[test]
+fn latent_steps_have_a_kernel_on_other_gpus() {
+    let call = |q_heads, s| {
+        let call = ProblemFields { q_heads, ..latent_of(576, s, 4000) };
+        paged(&Problem::new(call).unwrap()).appended()
+    };
+    let attention = |p: &Problem, name: &str| {
+        let plan = plan(p, &device(name), &PlanOptions::default()).unwrap();
+        plan.launches.iter().for_each(|launch| check(&plan, launch));
+        plan.launches.iter().map(|launch| launch.entry.name).collect::<Vec<_>>()
+    };
+    let few = ["gqa_latent_mma_f16_r16", "gqa_latent_mma_merge_f16"];
+    let many = ["gqa_latent_mma_f16_r32", "gqa_latent_mma_merge_f16"];
+    for name in ["a100", "rtx3090", "rtx4090", "b200", "rtx5090"] {
+        assert_eq!(attention(&call(16, 1), name), few, "{name}");
+        assert_eq!(attention(&call(16, 2), name), many, "{name}");
+        assert_eq!(attention(&call(128, 1), name), many, "{name}");
+    }
+    let small = |p: &Problem| {
+        let pages = p.pages.map(|pages| Pages { block_size: 8, ..pages });
+        Problem::new(ProblemFields { pages, ..(**p).clone() }).unwrap()
+    };
+    assert_eq!(attention(&small(&call(16, 1)), "h200"), few);
+    let how = Quantization { format: QuantFormat::Float8, scales: Scales::PerTensor };
+    let float8 = |q_heads| {
+        let p = call(q_heads, 1);
+        Problem::new(ProblemFields { quantized: Some(how), ..(*p).clone() }).unwrap()
+    };
+    assert_eq!(attention(&float8(16), "a100")[0], "gqa_latent_mma_f8_f16_r16");
+    assert_eq!(attention(&float8(64), "rtx4090")[0], "gqa_latent_mma_f8_f16_r32");
 }
 
 /// A cache without blocks has nothing that TMA could load.

@@ -64,12 +64,13 @@ impl Family for HopperWide {
     fn launches(&self, kernel: &Kernel, job: Job<'_>) -> Result<Vec<Launch>> {
         let params = wide_params(job.problem, job.rows.query.strides, kernel.splits)?;
         let [k, v] = maps(&job, kernel, &params)?;
-        launches(job, kernel, vec![("k", k), ("v", v)], &params)
+        let grid = kernels::grid(&params, kernel.cluster);
+        launches(job, kernel, vec![("k", k), ("v", v)], &params, grid)
     }
 }
 
 /// A contiguous cache has a block for each batch entry.
-fn wide_params(p: &Problem, queries: Strides, splits: u32) -> Result<LatentParams> {
+pub(super) fn wide_params(p: &Problem, queries: Strides, splits: u32) -> Result<LatentParams> {
     if p.pages.is_some() {
         return latent_params(p, queries, splits);
     }

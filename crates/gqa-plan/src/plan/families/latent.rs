@@ -74,12 +74,13 @@ impl Family for Latent {
     fn launches(&self, kernel: &Kernel, job: Job<'_>) -> Result<Vec<Launch>> {
         let params = latent_params(job.problem, job.rows.query.strides, kernel.splits)?;
         let keys = paged_map(&job, job.rows.attended[0], &params)?;
-        launches(job, kernel, vec![("k", keys)], &params)
+        let grid = kernels::grid(&params, kernel.cluster);
+        launches(job, kernel, vec![("k", keys)], &params, grid)
     }
 }
 
 /// Errs where the cache is quantized otherwise than the kernel reads it: with one scale.
-fn holds(entry: &Entry, p: &Problem) -> Result<(), Rejection> {
+pub(super) fn holds(entry: &Entry, p: &Problem) -> Result<(), Rejection> {
     let Some(Quantization { format, scales }) = p.quantized else { return Ok(()) };
     requirements::no_row_scales(p)?;
     match scales {
@@ -95,6 +96,7 @@ pub(super) fn launches(
     kernel: &Kernel,
     maps: Vec<(&'static str, Arg)>,
     params: &LatentParams,
+    grid: [u32; 3],
 ) -> Result<Vec<Launch>> {
     let Kernel { entry, cluster, .. } = *kernel;
     let merges = params.attention.splits > 1;
@@ -108,7 +110,7 @@ pub(super) fn launches(
     let programmatic = job.device.has(Capability::ProgrammaticLaunch);
     let launch =
         |entry, grid| Ok(Launch { programmatic, ..launch(entry, grid, &arguments, params)? });
-    let attention = launch(entry, kernels::grid(params, cluster))?;
+    let attention = launch(entry, grid)?;
     let mut launches = vec![Launch { cluster, ..attention }];
     if merges {
         launches.push(launch(merge_of(entry)?, kernels::merge_grid(params))?);
@@ -116,15 +118,15 @@ pub(super) fn launches(
     Ok(launches)
 }
 
-/// The merge for the element type of such a kernel.
+/// The merge for the element type of such a kernel: its family's, or that of `latent`.
 fn merge_of(entry: &Entry) -> Result<&'static Entry> {
-    let is_it = |other: &&Entry| {
-        other.family == registry::Family::Latent
-            && other.role == Role::Merge
-            && other.dtype == entry.dtype
+    let of = |family| {
+        entries().find(|other| {
+            other.family == family && other.role == Role::Merge && other.dtype == entry.dtype
+        })
     };
     let missing = || Error::NoKernel(format!("{} has no merge", entry.name));
-    entries().find(is_it).ok_or_else(missing)
+    of(entry.family).or_else(|| of(registry::Family::Latent)).ok_or_else(missing)
 }
 
 /// Nothing but q·k, lengths and a softcap decides scores.

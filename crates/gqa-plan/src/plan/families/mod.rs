@@ -13,6 +13,7 @@ mod hopper_paged_quantized;
 mod hopper_quantized;
 mod hopper_wide;
 mod latent;
+mod latent_mma;
 mod split_kv;
 mod split_kv_masked;
 mod tiled;
@@ -26,13 +27,14 @@ mod unfused;
 use super::family::Family;
 
 /// All families, best first: the order in which the cascade asks them.
-pub(super) static FAMILIES: [&dyn Family; 23] = [
+pub(super) static FAMILIES: [&dyn Family; 25] = [
     &decode_paged::DecodePaged,
     &decode_paged_quantized::DecodePagedQuantized,
     &hopper_paged_quantized::HopperPagedQuantized,
     &hopper_paged::HopperPaged,
     &tiled_paged::TiledPaged,
     &latent::Latent,
+    &latent_mma::LatentMma { paged: true },
     &hopper_wide::HopperWide { paged: true },
     &decode_quantized::DecodeQuantized,
     &decode::Decode,
@@ -48,6 +50,7 @@ pub(super) static FAMILIES: [&dyn Family; 23] = [
     &tiled_masked::TiledMasked,
     &tiled_f32::TiledF32,
     &tiled_wide::TiledWide,
+    &latent_mma::LatentMma { paged: false },
     &general::General,
     &unfused::Unfused,
 ];
@@ -59,4 +62,5 @@ pub(super) use hopper_paged::HopperPaged;
 pub(super) use hopper_paged_quantized::HopperPagedQuantized;
 pub(super) use hopper_wide::HopperWide;
 pub(super) use latent::Latent;
+pub(super) use latent_mma::LatentMma;
 pub(super) use tiled_paged::TiledPaged;

@@ -1,0 +1,130 @@
+//! `latent_mma`: attention over a latent KV cache by `mma.sync`, paged or contiguous, on GPUs from
+//! compute capability 8.0 on. Of 16-bit calls over blocks `latent` takes those of Hopper.
+
+use super::hopper_wide::wide_params;
+use super::latent::{MOST_SEQUENCES, holds, launches, scores_alone};
+use crate::Result;
+use crate::plan::build::pages_strides;
+use crate::plan::decision::Rejection;
+use crate::plan::device::DeviceInfo;
+use crate::plan::family::{Call, Family, Job, Kernel};
+use crate::plan::launch::Launch;
+use crate::plan::options::PlanOption;
+use crate::plan::{requirements, select};
+use crate::problem::Problem;
+use gqa_kernels::attention::latent::VALUE_SIZE;
+use gqa_kernels::attention::latent_mma as kernels;
+use gqa_kernels::attention::split_kv::MAX_SPLITS;
+use gqa_kernels::params::{AttentionParams, LatentParams, Strides};
+use gqa_kernels::registry::{self, Entry};
+
+pub(in crate::plan) struct LatentMma {
+    /// Over paged KV caches, or over contiguous ones.
+    pub(in crate::plan) paged: bool,
+}
+
+impl Family for LatentMma {
+    fn module(&self) -> registry::Family {
+        registry::Family::LatentMma
+    }
+
+    fn is_paged(&self) -> bool {
+        self.paged
+    }
+
+    fn takes_latent(&self) -> bool {
+        true
+    }
+
+    fn takes_any_values(&self) -> bool {
+        true
+    }
+
+    fn follows_append(&self) -> bool {
+        self.paged
+    }
+
+    fn options(&self) -> &'static [PlanOption] {
+        use PlanOption::{DisableFlashAttention, DisableFusedKv, Splits};
+        match self.paged {
+            true => &[DisableFlashAttention, DisableFusedKv, Splits],
+            false => &[DisableFlashAttention, Splits],
+        }
+    }
+
+    fn choose(&self, call: &Call<'_>) -> Result<Kernel, Rejection> {
+        let p = call.problem;
+        let size = [kernels::KEY_SIZE, VALUE_SIZE].map(|size| size as usize);
+        if !p.latent || [p.head_size, p.v_head_size] != size {
+            return Err(Rejection::OtherHeadSize { got: p.head_size });
+        }
+        requirements::flash(p)?;
+        scores_alone(p)?;
+        if p.batch > MOST_SEQUENCES {
+            return Err(Rejection::TooLarge);
+        }
+        requirements::blocks_of(p, 1)?;
+        requirements::narrow_output(p)?;
+        // A prologue dequantizes contiguous caches.
+        let reads = |entry: &Entry| self.paged || entry.formats.is_empty();
+        let rows = p.packed_rows();
+        let order = |entry: &Entry| [rows.div_ceil(entry.rows as usize), entry.rows as usize, 0, 0];
+        let entry = select::among(self, call, reads, order)?;
+        if self.paged {
+            holds(entry, p)?;
+        }
+        let params = mma_params(p, Strides::default(), 1).map_err(|_| Rejection::TooLarge)?;
+        let best = || splits(call, &params, entry);
+        Ok(Kernel::split(entry, call.options.splits.unwrap_or_else(best)))
+    }
+
+    fn launches(&self, kernel: &Kernel, job: Job<'_>) -> Result<Vec<Launch>> {
+        let params = mma_params(job.problem, job.rows.query.strides, kernel.splits)?;
+        let cache = vec![("k", job.rows.attended[0])];
+        let grid = kernels::grid(&params, kernel.entry.rows);
+        launches(job, kernel, cache, &params, grid)
+    }
+}
+
+/// A batch entry of the cache is a block, whose strides count elements, or quantized values.
+fn mma_params(p: &Problem, queries: Strides, splits: u32) -> Result<LatentParams> {
+    let params = wide_params(p, queries, splits)?;
+    let Some(pages) = p.pages else { return Ok(params) };
+    let k = pages_strides(p, pages, p.key_cache_dtype().size());
+    Ok(LatentParams { attention: AttentionParams { k, ..params.attention }, ..params })
+}
+
+/// Number of splits with the least estimated time, if all sequences are as long as the longest.
+fn splits(call: &Call<'_>, params: &LatentParams, entry: &Entry) -> u32 {
+    /// Microseconds of a CTA besides its tiles, of a tile at least, and to start the merge.
+    const START: f64 = 4.0;
+    const TILE: f64 = 0.7;
+    const MERGE: f64 = 3.0;
+    /// How much of a GPU's rates is attained; how much faster L2 is than memory.
+    const ATTAINED: f64 = 0.6;
+    const L2: f64 = 2.5;
+    let Call { problem: p, device, .. } = *call;
+    let slots = slots(entry, device);
+    let [row_tiles, _, batch] = kernels::grid(params, entry.rows).map(f64::from);
+    let rate = |per_second: f64| per_second * ATTAINED / 1e6 / slots;
+    let row = (kernels::KEY_SIZE as usize * p.key_cache_dtype().size()) as f64;
+    let bytes = row * f64::from(entry.keys) / row_tiles.min(L2);
+    let operations = f64::from(2 * entry.keys * entry.rows * (kernels::KEY_SIZE + VALUE_SIZE));
+    let tile =
+        (bytes / rate(device.bandwidth)).max(operations / rate(device.tensor_flops)).max(TILE);
+    let tiles = p.most_keys().div_ceil(entry.keys).max(1);
+    let outputs = batch * p.packed_rows() as f64 * f64::from(VALUE_SIZE);
+    let time = |splits: u32| {
+        let waves = (row_tiles * batch * f64::from(splits) / slots).ceil();
+        let attention = waves * (START + f64::from(tiles.div_ceil(splits)) * tile);
+        let merged = 8.0 * f64::from(splits) * outputs / (device.bandwidth / 1e6);
+        if splits > 1 { attention + MERGE + merged } else { attention }
+    };
+    (1..=tiles.min(MAX_SPLITS)).min_by(|&a, &b| time(a).total_cmp(&time(b))).unwrap_or(1)
+}
+
+/// CTAs that the GPU holds.
+fn slots(entry: &Entry, device: &DeviceInfo) -> f64 {
+    let twice = entry.min_blocks > 1 && select::fits_twice(entry, device);
+    f64::from(device.multiprocessors.max(1) * if twice { 2 } else { 1 })
+}
