@@ -3,8 +3,8 @@
 //!
 //! **One CTA** attends with `ROWS` packed query rows of one sequence (tokens times query heads) to
 //! one split of its keys, in tiles of `KEYS` cache rows, each of which is read from global memory
-//! once for both products. Four warps are a *group*, which has 16 of the rows: each of them
-//! computes the scores of a fourth of a tile's keys, and accumulates a fourth of the output's
+//! once for both products. Four or eight warps are a *group*, which has 16 of the rows: each of
+//! them computes the scores of its share of a tile's keys, and accumulates its share of the output's
 //! columns over all of the tile's keys. Queries stay in registers, as left operands.
 //!
 //! **Grid**: (row tiles, splits, sequences); CTAs of one sequence's row tiles are neighbours and
@@ -73,38 +73,36 @@ use core::ops::Range;
 /// Channels of a key.
 pub const KEY_SIZE: u32 = 576;
 
-/// Warps of a group.
-const MEMBERS: u32 = 4;
-/// Threads of a group.
-const GROUP: u32 = 32 * MEMBERS;
 /// Query rows of a group.
 const GROUP_ROWS: u32 = 16;
-/// 8-column MMA tiles of a warp's columns.
-const D8: usize = (VALUE_SIZE / MEMBERS / 8) as usize;
-/// Columns of a warp.
-const COLUMNS: u32 = VALUE_SIZE / MEMBERS;
 /// Stands for a row that query and output do not have.
 const ABSENT: u32 = u32::MAX;
 
-/// A shape: cache rows of `UNITS` times 16 bytes; `GROUPS` groups of warps, each with 16 rows; a
-/// warp scores `N8` of the `K8` 8-key MMA tiles of a key tile; a ring of `STAGES` tiles.
+/// A shape: cache rows of `UNITS` times 16 bytes; `GROUPS` groups of `MEMBERS` warps, each with 16
+/// rows; a warp scores `N8` of the `K8` 8-key MMA tiles of a key tile, and accumulates `D8` 8-column
+/// MMA tiles of the output; a ring of `STAGES` tiles.
 pub struct LatentMma<
     C,
     const UNITS: usize,
     const GROUPS: u32,
+    const MEMBERS: u32,
+    const D8: usize,
     const N8: usize,
     const K8: usize,
     const STAGES: u32,
 >(PhantomData<C>);
 
-/// Up to 16 query rows: 74 KB of shared memory, so that SMs with 163 KB hold two CTAs.
-pub type Rows16 = LatentMma<Elements, 72, 1, 1, 4, 2>;
-/// More: the keys are read half as often from L2.
-pub type Rows32 = LatentMma<Elements, 72, 2, 1, 4, 2>;
-/// Up to 16 query rows over float8.
-pub type Float8Rows16 = LatentMma<Codes, 36, 1, 2, 8, 2>;
+/// Up to 16 query rows, with 147 KB of shared memory.
+pub type Rows16 = LatentMma<Elements, 72, 1, 8, 8, 1, 8, 2>;
+/// The same with 74 KB.
+pub type Rows16W4 = LatentMma<Elements, 72, 1, 4, 16, 1, 4, 2>;
+/// More: the keys are read half as often from L2. With 75 KB.
+pub type Rows32 = LatentMma<Elements, 72, 2, 4, 16, 1, 4, 2>;
+/// Up to 16 query rows over float8: SMs with 163 KB hold two CTAs, which is faster than one of
+/// eight warps.
+pub type Float8Rows16 = LatentMma<Codes, 36, 1, 4, 16, 2, 8, 2>;
 /// More.
-pub type Float8Rows32 = LatentMma<Codes, 36, 2, 2, 8, 2>;
+pub type Float8Rows32 = LatentMma<Codes, 36, 2, 4, 16, 2, 8, 2>;
 
 /// The pointers of a call.
 #[derive(Clone, Copy)]
@@ -133,7 +131,7 @@ struct Work<'a, T, K> {
 }
 
 /// What a warp accumulates.
-struct Sums {
+struct Sums<const D8: usize> {
     /// Of a lane's rows; equal in all warps of the group but for the sums, which are of the lane's
     /// own keys.
     states: [SoftmaxState; 2],
@@ -144,10 +142,12 @@ impl<
     C: Cached,
     const UNITS: usize,
     const GROUPS: u32,
+    const MEMBERS: u32,
+    const D8: usize,
     const N8: usize,
     const K8: usize,
     const STAGES: u32,
-> LatentMma<C, UNITS, GROUPS, N8, K8, STAGES>
+> LatentMma<C, UNITS, GROUPS, MEMBERS, D8, N8, K8, STAGES>
 {
     /// Lowest compute capability, times ten.
     pub const MIN_SM: u32 = 80;
@@ -156,10 +156,16 @@ impl<
     /// Keys of a tile.
     pub const KEYS: u32 = K8 as u32 * 8;
     /// Threads of a CTA.
-    pub const THREADS: u32 = GROUPS * GROUP;
+    pub const THREADS: u32 = GROUPS * Self::GROUP;
     /// Shared memory of a CTA, in bytes.
     pub const SHARED_BYTES: u32 = Self::FACTORS + if C::CONVERTS { Self::ROWS * 4 } else { 0 };
 
+    /// Threads of a group.
+    const GROUP: u32 = 32 * MEMBERS;
+    /// Sums of a score: with fewer columns warps have registers for more.
+    const SUMS: usize = 32 / D8 / N8;
+    /// Columns of a warp.
+    const COLUMNS: u32 = VALUE_SIZE / MEMBERS;
     const STAGE_BYTES: u32 = swizzled_bytes(Self::KEYS, UNITS);
     /// Offset of the queries: the last stage of the ring, which is filled last.
     const QUERIES: u32 = (STAGES - 1) * Self::STAGE_BYTES;
@@ -221,7 +227,8 @@ impl<
         p: &LatentParams,
     ) {
         const {
-            assert!(K8 == MEMBERS as usize * N8 && K8 % 4 == 0 && STAGES > 1);
+            assert!(K8 == MEMBERS as usize * N8 && STAGES > 1);
+            assert!(VALUE_SIZE == MEMBERS * 8 * D8 as u32 && MEMBERS.is_multiple_of(4));
             assert!(swizzled_bytes(Self::ROWS, QUERY_UNITS) <= Self::STAGE_BYTES);
         }
         grid_dependency_wait();
@@ -292,7 +299,7 @@ impl<
         if GROUPS == 1 {
             sync_threads();
         } else {
-            named_barrier_sync(1 + Self::group(), GROUP);
+            named_barrier_sync(1 + Self::group(), Self::GROUP);
         }
     }
 
@@ -405,7 +412,7 @@ impl<
 
     /// The mainloop over key tiles.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn attend<T: MmaElement>(work: &Work<'_, T, C::Cell<T>>, queries: &Queries) -> Sums {
+    fn attend<T: MmaElement>(work: &Work<'_, T, C::Cell<T>>, queries: &Queries) -> Sums<D8> {
         let scale = ScoreScale::new(work.p.attention.scale, work.p.attention.softcap);
         let mut sums = Sums { states: [SoftmaxState::EMPTY; 2], out: zeros() };
         let mut slot = 0;
@@ -424,7 +431,7 @@ impl<
 
             let stage = Self::stage::<T>(slot);
             let mine = 8 * N8 as u32 * Self::member();
-            let mut scores = C::scores::<T, UNITS, N8>(queries, stage.from(mine));
+            let mut scores = C::scores::<T, UNITS, N8>(queries, stage.from(mine), Self::SUMS);
             if C::CONVERTS {
                 let factors = [0, 1].map(|half| Self::factor(half).load(0));
                 for block in 0..N8 {
@@ -443,8 +450,8 @@ impl<
             }
             Self::weigh::<T>(&mut sums, scores, scale);
 
-            let values = stage.from_unit(COLUMNS / C::PER_UNIT * Self::member());
-            C::accumulate::<T, UNITS, K8>(&mut sums.out, Self::weights::<T>(), values);
+            let values = stage.from_unit(Self::COLUMNS / C::PER_UNIT * Self::member());
+            C::accumulate::<T, UNITS, D8, K8>(&mut sums.out, Self::weights::<T>(), values);
             slot = if slot + 1 == STAGES { 0 } else { slot + 1 };
         }
         cp_async_wait::<0>();
@@ -454,7 +461,7 @@ impl<
     /// Turns the warp's scores into P in shared memory, relative to the same maxima in all warps of
     /// the group, and waits for theirs.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn weigh<T: MmaElement>(sums: &mut Sums, scores: Fragments<1, N8>, scale: ScoreScale) {
+    fn weigh<T: MmaElement>(sums: &mut Sums<D8>, scores: Fragments<1, N8>, scale: ScoreScale) {
         let tile = Self::weights::<T>();
         Self::publish(|half| row_max(&scores[0], half) * scale.factor());
         let (mut weights, mut parts) = weights_of(&sums.states, &scores, scale);
@@ -492,13 +499,16 @@ impl<
     /// Reduces what the group's warps have published of a lane's row.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn join(half: usize, join: impl Fn(f32, f32) -> f32) -> f32 {
-        let [a, b, c, d] = Self::numbers(half).load_vec(0).map(f32::from_bits);
-        join(join(a, b), join(c, d))
+        let of = |i| {
+            let [a, b, c, d] = Self::numbers(half).load_vec(4 * i).map(f32::from_bits);
+            join(join(a, b), join(c, d))
+        };
+        (1..MEMBERS / 4).fold(of(0), |joined, i| join(joined, of(i)))
     }
 
     /// Adds up the sums of the group's warps, and writes the output.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn finish<T: MmaElement>(work: &Work<'_, T, C::Cell<T>>, sums: Sums) {
+    fn finish<T: MmaElement>(work: &Work<'_, T, C::Cell<T>>, sums: Sums<D8>) {
         let mut states = sums.states.map(total);
         // All have read the last maxima.
         sync_threads();
@@ -507,9 +517,9 @@ impl<
         for half in 0..2 {
             states[half].sum = Self::join(half, |a, b| a + b);
         }
-        let column = COLUMNS * Self::member();
+        let column = Self::COLUMNS * Self::member();
         for half in 0..2 {
-            output::write::<C, T>(
+            output::write::<C, T, D8>(
                 work,
                 Self::row(half),
                 half,
@@ -569,8 +579,10 @@ pub fn grid(p: &LatentParams, rows: u32) -> [u32; 3] {
 }
 
 const _: () = {
-    /// Of compute capabilities 8.6, 8.9 and 12.
+    /// Of compute capabilities 8.6, 8.9 and 12, and of 8.0.
     const LEAST: u32 = 99 << 10;
-    assert!(Rows16::SHARED_BYTES <= LEAST && Rows32::SHARED_BYTES <= LEAST);
-    assert!(Float8Rows16::SHARED_BYTES <= LEAST && Float8Rows32::SHARED_BYTES <= LEAST);
+    const MORE: u32 = 163 << 10;
+    assert!(Rows16::SHARED_BYTES <= MORE && Rows16W4::SHARED_BYTES <= LEAST);
+    assert!(Rows32::SHARED_BYTES <= LEAST && Float8Rows32::SHARED_BYTES <= LEAST);
+    assert!(2 * (Float8Rows16::SHARED_BYTES + 1024) <= MORE + 1024);
 };

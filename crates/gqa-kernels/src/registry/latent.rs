@@ -65,7 +65,8 @@ macro_rules! latent_mma_kernels {
 latent_mma_kernels!(LATENT_MMA,
     (q: T, k: T, starts: i32, past_seqlens: i32, query_seqlens: i32, block_table: i32, out: T, lse: f32, partial_out: f32, partial_lse: f32;
      p: LatentParams), run, &[], {
-    gqa_latent_mma_f16_r16, gqa_latent_mma_bf16_r16 => latent_mma::Rows16, 2;
+    gqa_latent_mma_f16_r16, gqa_latent_mma_bf16_r16 => latent_mma::Rows16, 1;
+    gqa_latent_mma_f16_r16_w4, gqa_latent_mma_bf16_r16_w4 => latent_mma::Rows16W4, 2;
     gqa_latent_mma_f16_r32, gqa_latent_mma_bf16_r32 => latent_mma::Rows32, 1;
 });
 

@@ -45,6 +45,9 @@ use gqa_tensor::Result;
 /// Largest heads of `decode_paged`.
 const LARGEST_DECODE_HEAD: usize = 256;
 
+/// Rows of a latent call up to which `latent_mma` is faster than `latent`, whose tiles have 64.
+const FEW_LATENT_ROWS: usize = 16;
+
 /// The kernels for a paged cache, and the rejections of others.
 pub(super) struct Attentions {
     /// None: rows must be gathered.
@@ -104,6 +107,9 @@ impl Attentions {
         options: &PlanOptions,
     ) -> Self {
         let families: &[&'static dyn Family] = match problem.quantized {
+            _ if problem.latent && problem.packed_rows() <= FEW_LATENT_ROWS => {
+                &[&LatentMma { paged: true }, &Latent]
+            }
             _ if problem.latent => &[&Latent, &LatentMma { paged: true }],
             None if problem.head_size > LARGEST_DECODE_HEAD => &[&HopperWide { paged: true }],
             None => &[&DecodePaged],

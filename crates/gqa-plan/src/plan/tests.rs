@@ -2849,7 +2849,7 @@ fn latent_calls_have_kernels_that_read_values_in_keys() {
     let kernels =
         |call: ProblemFields| kernels(&Problem::new(call).unwrap(), &PlanOptions::default());
     let dense = kernels(latent_of(576, 1, 500));
-    let merged = ["latent_mma", "latent_mma_merge"];
+    let merged = ["latent_mma_f16_r32", "latent_mma_merge"];
     assert_eq!(dense, ["unpack_qkv_with_rope_and_append_kv", merged[0], merged[1]]);
     let sink = ProblemFields { sink: Sink::PerHead, ..latent_of(576, 1, 500) };
     let unfused = ["unfused_scores", "unfused_softmax", "unfused_values"];
@@ -2886,19 +2886,27 @@ fn latent_calls_have_kernels_that_read_values_in_keys() {
 /// Where there is no `wgmma`, and over blocks that TMA does not load.
 #[test]
 fn latent_steps_have_a_kernel_on_other_gpus() {
-    let call = |q_heads, s| {
-        let call = ProblemFields { q_heads, ..latent_of(576, s, 4000) };
+    let after = |past, q_heads, s| {
+        let call = ProblemFields { q_heads, rotary: None, ..latent_of(576, s, past) };
         paged(&Problem::new(call).unwrap()).appended()
     };
+    let call = |q_heads, s| after(4000, q_heads, s);
     let attention = |p: &Problem, name: &str| {
         let plan = plan(p, &device(name), &PlanOptions::default()).unwrap();
         plan.launches.iter().for_each(|launch| check(&plan, launch));
         plan.launches.iter().map(|launch| launch.entry.name).collect::<Vec<_>>()
     };
     let few = ["gqa_latent_mma_f16_r16", "gqa_latent_mma_merge_f16"];
-    let many = ["gqa_latent_mma_f16_r32", "gqa_latent_mma_merge_f16"];
-    for name in ["a100", "rtx3090", "rtx4090", "b200", "rtx5090"] {
+    let narrow = ["gqa_latent_mma_f16_r16_w4", few[1]];
+    let many = ["gqa_latent_mma_f16_r32", few[1]];
+    for name in ["h200", "a100", "b200"] {
         assert_eq!(attention(&call(16, 1), name), few, "{name}");
+    }
+    assert_eq!(attention(&call(16, 2), "h200")[0], "gqa_latent_f16");
+    for name in ["rtx3090", "rtx4090", "rtx5090"] {
+        assert_eq!(attention(&call(16, 1), name), narrow, "{name}");
+    }
+    for name in ["a100", "rtx3090", "rtx4090", "b200", "rtx5090"] {
         assert_eq!(attention(&call(16, 2), name), many, "{name}");
         assert_eq!(attention(&call(128, 1), name), many, "{name}");
     }
@@ -2906,13 +2914,16 @@ fn latent_steps_have_a_kernel_on_other_gpus() {
         let pages = p.pages.map(|pages| Pages { block_size: 8, ..pages });
         Problem::new(ProblemFields { pages, ..(**p).clone() }).unwrap()
     };
-    assert_eq!(attention(&small(&call(16, 1)), "h200"), few);
+    assert_eq!(attention(&small(&after(7, 16, 1)), "h200"), few[..1]);
     let how = Quantization { format: QuantFormat::Float8, scales: Scales::PerTensor };
     let float8 = |q_heads| {
         let p = call(q_heads, 1);
         Problem::new(ProblemFields { quantized: Some(how), ..(*p).clone() }).unwrap()
     };
-    assert_eq!(attention(&float8(16), "a100")[0], "gqa_latent_mma_f8_f16_r16");
+    for name in ["h200", "a100"] {
+        assert_eq!(attention(&float8(16), name)[0], "gqa_latent_mma_f8_f16_r16", "{name}");
+    }
+    assert_eq!(attention(&float8(64), "h200")[0], "gqa_latent_float8_f16");
     assert_eq!(attention(&float8(64), "rtx4090")[0], "gqa_latent_mma_f8_f16_r32");
 }
 

@@ -11,7 +11,6 @@
 //! As right operands, the former belong to queries whose columns are in the same order; and of the
 //! latter one 8-column MMA tile of the output has a unit's even columns, the next one its odd ones.
 
-use super::{COLUMNS, D8};
 use crate::attention::hopper::{exponent, power_of_two};
 use crate::num::{Float8, MmaCode, MmaElement, f16};
 use crate::simt::*;
@@ -49,7 +48,7 @@ pub trait Cached {
     fn values(words: [u32; 4]) -> [[u32; 2]; 4];
     /// Writes a lane's columns of a row, times a factor, from element `at` on, which is the first
     /// of the warp's columns. All lanes call it.
-    fn store<T: MmaElement>(
+    fn store<T: MmaElement, const D8: usize>(
         out: &Fragments<1, D8>,
         half: usize,
         factor: f32,
@@ -57,16 +56,23 @@ pub trait Cached {
         at: Option<usize>,
     );
     /// The same in f32.
-    fn store_part(out: &Fragments<1, D8>, half: usize, factor: f32, to: Global<f32>, at: usize);
+    fn store_part<const D8: usize>(
+        out: &Fragments<1, D8>,
+        half: usize,
+        factor: f32,
+        to: Global<f32>,
+        at: usize,
+    );
 
-    /// `scores = queries · keysᵀ` of `N8` 8-key MMA tiles. Of one MMA tile every other product has
-    /// sums of its own, so that it need not wait for the one ahead.
+    /// `scores = queries · keysᵀ` of `N8` 8-key MMA tiles, each of which has `sums` sums of its
+    /// own, a constant up to 4, so that products need not wait for those ahead.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn scores<T: MmaElement, const UNITS: usize, const N8: usize>(
         queries: &Queries,
         keys: Swizzled<Self::Cell<T>, UNITS>,
+        sums: usize,
     ) -> Fragments<1, N8> {
-        let (mut scores, mut others) = ([[0.0; 4]; N8], [0.0; 4]);
+        let mut parts = [[[0.0; 4]; 4]; N8];
         let place = keys.place(lane() % 8, lane() / 8).address();
         for i in 0..UNITS / 4 {
             for n in 0..N8 {
@@ -74,21 +80,29 @@ pub trait Cached {
                 let words = ldmatrix_x4(place + swizzled_bytes(8 * n as u32, UNITS));
                 let operands = Self::keys(words);
                 for step in 0..Self::OPERANDS {
-                    let query = queries[Self::OPERANDS * i + step];
-                    let sums = if N8 == 1 && step % 2 == 1 { &mut others } else { &mut scores[n] };
-                    Self::Operand::<T>::mma(sums, query, operands[step]);
+                    let depth = Self::OPERANDS * i + step;
+                    let part = &mut parts[n][depth % sums];
+                    Self::Operand::<T>::mma(part, queries[depth], operands[step]);
                 }
             }
         }
-        for i in 0..4 {
-            scores[0][i] += others[i];
+        let mut scores = [[0.0; 4]; N8];
+        for n in 0..N8 {
+            for i in 0..4 {
+                let [a, b, c, d] = parts[n];
+                scores[n][i] = match sums {
+                    1 => a[i],
+                    2 => a[i] + b[i],
+                    _ => (a[i] + b[i]) + (c[i] + d[i]),
+                };
+            }
         }
         [scores]
     }
 
     /// `out += weights · values` over `K8` 8-key MMA tiles.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn accumulate<T: MmaElement, const UNITS: usize, const K8: usize>(
+    fn accumulate<T: MmaElement, const UNITS: usize, const D8: usize, const K8: usize>(
         out: &mut Fragments<1, D8>,
         weights: Swizzled<Self::Operand<T>, K8>,
         values: Swizzled<Self::Cell<T>, UNITS>,
@@ -141,7 +155,7 @@ impl Cached for Elements {
     }
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn store<T: MmaElement>(
+    fn store<T: MmaElement, const D8: usize>(
         out: &Fragments<1, D8>,
         half: usize,
         factor: f32,
@@ -161,7 +175,13 @@ impl Cached for Elements {
     }
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn store_part(out: &Fragments<1, D8>, half: usize, factor: f32, to: Global<f32>, at: usize) {
+    fn store_part<const D8: usize>(
+        out: &Fragments<1, D8>,
+        half: usize,
+        factor: f32,
+        to: Global<f32>,
+        at: usize,
+    ) {
         for block in 0..D8 {
             let pair = [0, 1].map(|i| times(out[0][block][2 * half + i], factor).to_bits());
             to.store_vec8(at + block * 8 + (lane() % 4 * 2) as usize, pair);
@@ -221,7 +241,7 @@ impl Cached for Codes {
     }
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn store<T: MmaElement>(
+    fn store<T: MmaElement, const D8: usize>(
         out: &Fragments<1, D8>,
         half: usize,
         factor: f32,
@@ -237,7 +257,13 @@ impl Cached for Codes {
     }
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn store_part(out: &Fragments<1, D8>, half: usize, factor: f32, to: Global<f32>, at: usize) {
+    fn store_part<const D8: usize>(
+        out: &Fragments<1, D8>,
+        half: usize,
+        factor: f32,
+        to: Global<f32>,
+        at: usize,
+    ) {
         for unit in 0..D8 / 2 {
             let columns = columns(out, half, unit).map(|x| times(x, factor).to_bits());
             to.store_vec(at + unit * 16 + (lane() % 4 * 4) as usize, columns);
@@ -268,7 +294,7 @@ fn words<T: MmaElement>(tile: Swizzled<T, QUERY_UNITS>, depth: u32) -> [u32; 4] 
 
 /// The four neighbouring columns of a unit that a lane has of a row.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
-fn columns(out: &Fragments<1, D8>, half: usize, unit: usize) -> [f32; 4] {
+fn columns<const D8: usize>(out: &Fragments<1, D8>, half: usize, unit: usize) -> [f32; 4] {
     let [even, odd] = [out[0][2 * unit], out[0][2 * unit + 1]];
     [even[2 * half], odd[2 * half], even[2 * half + 1], odd[2 * half + 1]]
 }
@@ -278,5 +304,3 @@ fn columns(out: &Fragments<1, D8>, half: usize, unit: usize) -> [f32; 4] {
 fn times(x: f32, factor: f32) -> f32 {
     if factor == 0.0 { 0.0 } else { x * factor }
 }
-
-const _: () = assert!(COLUMNS as usize == 8 * D8);

@@ -1,7 +1,7 @@
 //! Writes a warp's columns of the output.
 
 use super::cached::Cached;
-use super::{ABSENT, D8, Work};
+use super::{ABSENT, Work};
 use crate::attention::latent::VALUE_SIZE;
 use crate::concept::softmax::SoftmaxState;
 use crate::num::MmaElement;
@@ -12,7 +12,7 @@ use crate::tile::rows::{Row, close};
 /// Finishes a lane's row: its columns of the output or of the split's result, from `column` on, and
 /// in the group's first warp the log-sum-exp. A split of which a row saw no key leaves that undefined.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
-pub(super) fn write<C: Cached, T: MmaElement>(
+pub(super) fn write<C: Cached, T: MmaElement, const D8: usize>(
     work: &Work<'_, T, C::Cell<T>>,
     row: Row,
     half: usize,

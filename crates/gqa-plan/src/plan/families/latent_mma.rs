@@ -1,5 +1,5 @@
 //! `latent_mma`: attention over a latent KV cache by `mma.sync`, paged or contiguous, on GPUs from
-//! compute capability 8.0 on. Of 16-bit calls over blocks `latent` takes those of Hopper.
+//! compute capability 8.0 on. Over blocks `latent` takes calls of more than 16 rows on Hopper.
 
 use super::hopper_wide::wide_params;
 use super::latent::{MOST_SEQUENCES, holds, launches, scores_alone};
@@ -16,7 +16,7 @@ use gqa_kernels::attention::latent::VALUE_SIZE;
 use gqa_kernels::attention::latent_mma as kernels;
 use gqa_kernels::attention::split_kv::MAX_SPLITS;
 use gqa_kernels::params::{AttentionParams, LatentParams, Strides};
-use gqa_kernels::registry::{self, Entry};
+use gqa_kernels::registry::{self, Entry, entries};
 
 pub(in crate::plan) struct LatentMma {
     /// Over paged KV caches, or over contiguous ones.
@@ -66,9 +66,17 @@ impl Family for LatentMma {
         requirements::blocks_of(p, 1)?;
         requirements::narrow_output(p)?;
         // A prologue dequantizes contiguous caches.
-        let reads = |entry: &Entry| self.paged || entry.formats.is_empty();
+        let format = p.quantized.map(|how| how.format).filter(|_| self.paged);
+        let reads = |entry: &Entry| entry.holds(format);
+        let is_read = entries().any(|entry| entry.family == self.module() && reads(entry));
+        if let Some(got) = format.filter(|_| !is_read) {
+            return Err(Rejection::Format { got });
+        }
         let rows = p.packed_rows();
-        let order = |entry: &Entry| [rows.div_ceil(entry.rows as usize), entry.rows as usize, 0, 0];
+        let order = |entry: &Entry| {
+            let [tile, threads] = [entry.rows, entry.threads].map(|n| n as usize);
+            [rows.div_ceil(tile), tile, usize::MAX - threads, 0]
+        };
         let entry = select::among(self, call, reads, order)?;
         if self.paged {
             holds(entry, p)?;
@@ -95,30 +103,44 @@ fn mma_params(p: &Problem, queries: Strides, splits: u32) -> Result<LatentParams
 }
 
 /// Number of splits with the least estimated time, if all sequences are as long as the longest.
+/// Constants are from an H200 (`docs/results/2026-11-30-h200-d/latent-mma.md`).
 fn splits(call: &Call<'_>, params: &LatentParams, entry: &Entry) -> u32 {
-    /// Microseconds of a CTA besides its tiles, of a tile at least, and to start the merge.
+    /// Microseconds of a CTA besides its tiles; of a tile at least, and for each 8 keys of a warp;
+    /// to start the merge, and for each split of it.
     const START: f64 = 4.0;
-    const TILE: f64 = 0.7;
+    const TILE: f64 = 0.6;
+    const KEYS: f64 = 0.8;
     const MERGE: f64 = 3.0;
-    /// How much of a GPU's rates is attained; how much faster L2 is than memory.
-    const ATTAINED: f64 = 0.6;
+    const MERGED: f64 = 0.05;
+    /// How much of the rates of memory and tensor cores is attained; how much faster L2 is.
+    const MEMORY: f64 = 0.85;
+    const TENSOR: f64 = 0.25;
     const L2: f64 = 2.5;
     let Call { problem: p, device, .. } = *call;
     let slots = slots(entry, device);
     let [row_tiles, _, batch] = kernels::grid(params, entry.rows).map(f64::from);
-    let rate = |per_second: f64| per_second * ATTAINED / 1e6 / slots;
+    let [keys, rows, threads] = [entry.keys, entry.rows, entry.threads].map(f64::from);
     let row = (kernels::KEY_SIZE as usize * p.key_cache_dtype().size()) as f64;
-    let bytes = row * f64::from(entry.keys) / row_tiles.min(L2);
-    let operations = f64::from(2 * entry.keys * entry.rows * (kernels::KEY_SIZE + VALUE_SIZE));
-    let tile =
-        (bytes / rate(device.bandwidth)).max(operations / rate(device.tensor_flops)).max(TILE);
+    let bytes = row * keys / row_tiles.min(L2);
+    let operations = 2.0 * keys * rows * f64::from(kernels::KEY_SIZE + VALUE_SIZE);
+    let warps = threads / 32.0 * 16.0 / rows;
+    let least = TILE + KEYS * keys / (8.0 * warps);
+    let tile = |blocks: f64| {
+        // A few CTAs do not have all of the memory's rate.
+        let active = blocks.clamp(slots / 2.0, slots);
+        let of_memory = bytes * active / (MEMORY * device.bandwidth / 1e6);
+        let of_products = operations * active / (TENSOR * device.tensor_flops / 1e6);
+        of_memory.max(of_products).max(least)
+    };
     let tiles = p.most_keys().div_ceil(entry.keys).max(1);
     let outputs = batch * p.packed_rows() as f64 * f64::from(VALUE_SIZE);
     let time = |splits: u32| {
-        let waves = (row_tiles * batch * f64::from(splits) / slots).ceil();
-        let attention = waves * (START + f64::from(tiles.div_ceil(splits)) * tile);
-        let merged = 8.0 * f64::from(splits) * outputs / (device.bandwidth / 1e6);
-        if splits > 1 { attention + MERGE + merged } else { attention }
+        let blocks = row_tiles * batch * f64::from(splits);
+        let waves = (blocks / slots).ceil();
+        let attention = waves * (START + f64::from(tiles.div_ceil(splits)) * tile(blocks));
+        let written = 8.0 * outputs / (device.bandwidth / 1e6);
+        let merge = MERGE + f64::from(splits) * (MERGED + written);
+        if splits > 1 { attention + merge } else { attention }
     };
     (1..=tiles.min(MAX_SPLITS)).min_by(|&a, &b| time(a).total_cmp(&time(b))).unwrap_or(1)
 }
