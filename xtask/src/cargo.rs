@@ -11,3 +11,13 @@ pub fn cargo() -> Command {
     command.current_dir(place::root());
     command
 }
+
+/// Integrations that are not built or tested with the workspace.
+const EXCLUDED: [&str; 4] = ["--exclude", "gqa-ort", "--exclude", "gqa-python"];
+
+/// A command of the cargo that runs this, over all crates but those of integrations.
+pub fn over_workspace(words: &[&str]) -> Command {
+    let mut command = cargo();
+    command.args(words).arg("--workspace").args(EXCLUDED);
+    command
+}

@@ -4,13 +4,8 @@
 use crate::cargo::cargo;
 use crate::step::{Steps, shown};
 use crate::{folder, pages, pip, place, wheel};
-use anyhow::{Context, Result, ensure};
-use std::fs;
-use std::path::{Path, PathBuf};
+use anyhow::{Context, Result};
 use std::process::{Command, Stdio};
-
-/// Integrations that are not built or tested with the workspace.
-pub const EXCLUDED: [&str; 4] = ["--exclude", "gqa-ort", "--exclude", "gqa-python"];
 
 /// All of them.
 pub fn run(steps: &mut Steps) {
@@ -24,29 +19,13 @@ fn python() -> Result<Option<String>> {
     let lint = ["clippy", "--package", "gqa-python", "--all-targets", "--", "-Dwarnings"];
     shown(cargo().args(lint))?;
     let wheels = folder::fresh(&place::target().join("python-wheel"))?;
-    let Some((python, wheel)) = python_wheel(&wheels)? else {
+    let Some((python, wheel)) = wheel::python_wheel(&wheels)? else {
         return Ok(Some("no python3 that can install maturin, mypy, numpy and pytest".to_owned()));
     };
     pip::install_wheel(&python, &wheel)?;
     let tests = place::root().join("crates/gqa-python/tests");
     // What is skipped, such as tests of torch's tensors, is named.
     shown(Command::new(python).args(["-m", "pytest", "--quiet", "-rs"]).arg(tests)).map(|()| None)
-}
-
-/// Builds the Python package's release wheel into a folder; returns the wheel and the interpreter
-/// that tests it; `None` where there is no python3, or no registry can be reached.
-pub fn python_wheel(folder: &Path) -> Result<Option<(PathBuf, PathBuf)>> {
-    let Some(python) = pip::environment("gqa", "python")? else { return Ok(None) };
-    let mut maturin = Command::new(&python);
-    maturin.args(["-m", "maturin", "build", "--release", "--locked", "--out"]).arg(folder);
-    shown(maturin.current_dir(place::root().join("crates/gqa-python")))?;
-    let is_ours = |path: &PathBuf| {
-        path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("gqa-"))
-    };
-    let files = fs::read_dir(folder)?.map(|file| file.map(|file| file.path()));
-    let files = files.collect::<Result<Vec<_>, _>>()?;
-    let wheel = files.into_iter().find(is_ours).context("maturin made no wheel")?;
-    Ok(Some((python, wheel)))
 }
 
 /// The crates for candle, a workspace of their own. Their tests run on the CPU, where candle builds
@@ -74,7 +53,7 @@ fn candle() -> Result<Option<String>> {
 fn onnx_runtime() -> Result<Option<String>> {
     let lint = ["clippy", "--package", "gqa-ort", "--all-targets", "--", "-Dwarnings"];
     shown(cargo().args(lint))?;
-    let library = onnx_runtime_library()?;
+    let library = wheel::onnx_runtime_library()?;
     let Some(python) = pip::environment("ort", "onnxruntime")? else {
         return Ok(Some("no python3 that can install onnxruntime, onnx and numpy".to_owned()));
     };
@@ -86,12 +65,4 @@ fn onnx_runtime() -> Result<Option<String>> {
     let mut tests = Command::new(&python);
     shown(tests.arg(place::root().join("tests/ort.py")).arg(&library))?;
     pages::onnx_runtime(&python, &library).map(|()| None)
-}
-
-/// Builds the library in release mode, as shipped.
-pub fn onnx_runtime_library() -> Result<PathBuf> {
-    shown(cargo().args(["build", "--release", "--package", "gqa-ort"]))?;
-    let library = place::target().join("release/libgqa_ort.so");
-    ensure!(library.is_file(), "no {}", library.display());
-    Ok(library)
 }

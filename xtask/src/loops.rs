@@ -13,10 +13,9 @@ const MOST_COPIES: usize = 9;
 
 /// Entries, without their element type, that wait for the output behind at least this many
 /// exponentials (`docs/results/2026-11-28-h100-late-wait`).
-const LATE_WAITS: [(&str, usize); 7] = [
+const LATE_WAITS: [(&str, usize); 6] = [
     ("gqa_hopper_d128", 32),
     ("gqa_hopper_d128_k176", 44),
-    ("gqa_hopper_out8_d128", 32),
     ("gqa_hopper_split_d128", 32),
     ("gqa_hopper_paged_d128", 32),
     ("gqa_hopper_quantized_d128", 32),

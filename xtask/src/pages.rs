@@ -6,11 +6,10 @@
 //! list with the reason. In text, the verbs of `cargo gqa` and `cargo xtask` are looked up. What
 //! dependencies are printed resolve; whole programs with their output are run by `--full`.
 
-use crate::cargo::cargo;
+use crate::cargo::{cargo, over_workspace};
 use crate::folder;
 use crate::place;
 use crate::step::shown;
-use crate::test::over_workspace;
 use anyhow::{Context, Result, bail, ensure};
 use clap::CommandFactory;
 use std::collections::BTreeSet;

@@ -1,8 +1,8 @@
 //! `cargo xtask test`: the first step of CI; the second is the same with `--integrations`.
 
-use crate::cargo::cargo;
+use crate::cargo::{cargo, over_workspace};
 use crate::gpu::has_gpu;
-use crate::integrations::{self, EXCLUDED};
+use crate::integrations;
 use crate::step::{Steps, shown};
 use crate::{columns, deny, embed, pages, place, ptx, ptxas, ratchet, targets};
 use anyhow::Result;
@@ -73,13 +73,6 @@ fn without_simulator() -> Result<()> {
     };
     clippy(&["--package", "gqa-cli", "--bins"])?;
     clippy(&["--package", "gqa-host", "--lib"])
-}
-
-/// A command of the cargo that runs this, over all crates but those of integrations.
-pub fn over_workspace(words: &[&str]) -> Command {
-    let mut command = cargo();
-    command.args(words).arg("--workspace").args(EXCLUDED);
-    command
 }
 
 /// Runs the tests. Tests that need a GPU are ignored unless requested.

@@ -1,7 +1,7 @@
 //! `cargo xtask wheel`: `dist/gqa-*.whl`, the package for Python, and `dist/gqa_onnxruntime-*.whl`,
 //! the library for ONNX Runtime as a Python package, each tried in a fresh virtual environment.
 
-use crate::integrations::{onnx_runtime_library, python_wheel};
+use crate::cargo::cargo;
 use crate::step::shown;
 use crate::{folder, pip, place};
 use anyhow::{Context, Result, ensure};
@@ -157,6 +157,30 @@ fn library_in(python: &Path) -> Result<PathBuf> {
     let output = Command::new(python).args(["-c", code]).output()?;
     ensure!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     Ok(String::from_utf8_lossy(&output.stdout).trim().into())
+}
+
+/// Builds the Python package's release wheel into a folder; returns the wheel and the interpreter
+/// that tests it; `None` where there is no python3, or no registry can be reached.
+pub fn python_wheel(folder: &Path) -> Result<Option<(PathBuf, PathBuf)>> {
+    let Some(python) = pip::environment("gqa", "python")? else { return Ok(None) };
+    let mut maturin = Command::new(&python);
+    maturin.args(["-m", "maturin", "build", "--release", "--locked", "--out"]).arg(folder);
+    shown(maturin.current_dir(place::root().join("crates/gqa-python")))?;
+    let is_ours = |path: &PathBuf| {
+        path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("gqa-"))
+    };
+    let files = fs::read_dir(folder)?.map(|file| file.map(|file| file.path()));
+    let files = files.collect::<Result<Vec<_>, _>>()?;
+    let wheel = files.into_iter().find(is_ours).context("maturin made no wheel")?;
+    Ok(Some((python, wheel)))
+}
+
+/// Builds the library in release mode, as shipped.
+pub fn onnx_runtime_library() -> Result<PathBuf> {
+    shown(cargo().args(["build", "--release", "--package", "gqa-ort"]))?;
+    let library = place::target().join("release/libgqa_ort.so");
+    ensure!(library.is_file(), "no {}", library.display());
+    Ok(library)
 }
 
 #[cfg(test)]

@@ -167,9 +167,8 @@ struct Token {
     position: usize,
 }
 
-/// Which rows of the cache, by entry or block, take a new token, and of which sequence. A row takes
-/// one, and no other sequence reads it: what that would read depends on which is first, and a GPU
-/// has no order of them.
+/// The sequence that appends to each row of the cache, by (entry or block, row). A row takes one new
+/// token, and no other sequence may read it: on a GPU that would be a race.
 struct Written(BTreeMap<[usize; 2], usize>);
 
 impl Written {
@@ -216,7 +215,7 @@ fn shared(given: &Given, [entry, row]: [usize; 2], whose: &str) -> PyErr {
     invalid(argument, got, "a row for each new token that no other sequence has")
 }
 
-/// The place of the first of so many new tokens of each sequence, all of which lie in `cache`.
+/// The position of each sequence's first new token. Checks that its `rows` new tokens fit `cache`.
 fn starts<T>(given: &Given, rows: usize, batch: usize, cache: &Heads<T>) -> PyResult<Vec<usize>> {
     let Given { lengths, first_keys, entries, table, .. } = given;
     let Some(past) = lengths else {
@@ -245,7 +244,7 @@ fn starts<T>(given: &Given, rows: usize, batch: usize, cache: &Heads<T>) -> PyRe
     (0..batch).map(start).collect()
 }
 
-/// Errs unless so many tokens or rows, of sequences that have a first new one, can rotate.
+/// Errs unless there are cosines for the `turning` positions from each of `starts` on.
 fn check_positions(starts: &[usize], turning: usize, positions: usize) -> PyResult<()> {
     let too_long = |(_, start): &(usize, &usize)| *start + turning > positions;
     match starts.iter().enumerate().find(too_long) {

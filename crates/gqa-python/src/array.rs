@@ -1,7 +1,7 @@
 //! Arrays in host memory, of whatever library: numpy, torch, jax.
 
 use crate::dlpack;
-use crate::element::Element;
+use crate::element::{Element, Known};
 use crate::error::{invalid, mistyped, raised, room};
 use crate::memory::Memory;
 use gqa_host::DType;
@@ -10,21 +10,6 @@ use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyCapsule, PyDict};
 use std::borrow::Cow;
-
-/// Rust's type of an array's elements.
-pub trait Known: Copy {
-    const DTYPE: DType;
-}
-
-impl Known for f32 {
-    const DTYPE: DType = DType::F32;
-}
-impl Known for f16 {
-    const DTYPE: DType = DType::F16;
-}
-impl Known for bf16 {
-    const DTYPE: DType = DType::BF16;
-}
 
 /// What the elements of an argument are.
 #[derive(Clone, Copy)]
@@ -181,8 +166,7 @@ impl Array {
         }
     }
 
-    /// All elements, of which there must be so many, row-major: a copy where they are not
-    /// contiguous.
+    /// All `count` elements in row-major order: borrowed if contiguous, else a copy.
     ///
     /// # Errors
     ///
@@ -191,7 +175,7 @@ impl Array {
         self.check::<T>(count)?;
         match (count, self.is_contiguous()) {
             (0, _) => Ok(Cow::Borrowed(&[])),
-            // SAFETY: so many elements lie there; who lends the array does not write it meanwhile
+            // SAFETY: the array has `count` elements, and its owner does not write it during the call
             (_, true) => Ok(unsafe { std::slice::from_raw_parts(self.data(), count) }.into()),
             // SAFETY: of that type
             (_, false) => Ok(unsafe { self.read(|element: T| element) }?.into()),
@@ -223,7 +207,7 @@ impl Array {
         let data = self.data_mut()?;
         match count {
             0 => Ok(&mut []),
-            // SAFETY: so many elements lie there, of an array that was made for this call
+            // SAFETY: the array has `count` elements, and was made for this call
             _ => Ok(unsafe { std::slice::from_raw_parts_mut(data, count) }),
         }
     }

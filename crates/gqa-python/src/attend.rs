@@ -1,6 +1,7 @@
 //! Attention on the CPU, sequence by sequence, of arrays where they are.
 
 use crate::array::Array;
+use crate::arrays::Arrays;
 use crate::element::Element;
 use crate::error::{invalid, raised};
 use crate::heads::{Heads, Place};
@@ -14,31 +15,6 @@ use gqa_host::plan::{TensorId, Tensors};
 use gqa_host::{CacheView, Error, Problem, Strided, TensorView, TensorViewMut};
 use pyo3::prelude::*;
 use std::sync::{Mutex, MutexGuard, PoisonError};
-
-/// The arrays of a call.
-pub struct Arrays {
-    pub q: Array,
-    pub k: Array,
-    pub v: Array,
-    pub out: Array,
-    pub lse: Option<Array>,
-    /// (heads)
-    pub sinks: Option<Array>,
-    /// (heads) or (sequences, heads)
-    pub slopes: Option<Array>,
-    /// (sequences or 1, heads or 1, rows, keys), of booleans or numbers
-    pub mask: Option<Array>,
-    /// (sequences, rows): bit `j` says whether a row sees row `j`'s key
-    pub tree_mask: Option<Array>,
-}
-
-impl Arrays {
-    /// All that are read.
-    pub fn read(&self) -> impl Iterator<Item = &Array> {
-        let others = [&self.sinks, &self.slopes, &self.mask, &self.tree_mask];
-        [&self.q, &self.k, &self.v].into_iter().chain(others.into_iter().flatten())
-    }
-}
 
 /// Attention that can be computed.
 pub struct Attend<'a, T> {
@@ -76,7 +52,7 @@ impl<'a, T: Element> Attend<'a, T> {
             .try_for_each(|sequence| call.problem(sequence, Strided::default(), with_lse).map(drop))
     }
 
-    /// Computes `out`, and `lse` where there is one.
+    /// Computes `out`, and `lse` if given.
     ///
     /// # Errors
     ///
@@ -99,7 +75,7 @@ struct Call<T> {
     cpu: Cpu,
 }
 
-/// A sequence and what it leaves.
+/// A sequence and its part of the outputs.
 struct Job<'a, T> {
     index: usize,
     sequence: &'a Sequence,
@@ -144,7 +120,7 @@ pub fn check_keys<T>(q: &Heads<T>, keys: &Heads<T>, k: &Array) -> PyResult<()> {
     Ok(())
 }
 
-/// Errs unless values are like keys: in a KV cache, whose names the arrays have.
+/// Errs unless keys and values have the same shape.
 pub fn check_like(k: &Array, v: &Array) -> PyResult<()> {
     match v.shape == k.shape {
         true => Ok(()),
@@ -152,7 +128,7 @@ pub fn check_like(k: &Array, v: &Array) -> PyResult<()> {
     }
 }
 
-/// Errs unless values are as many as keys; their heads may have another size.
+/// Errs unless there are as many values as keys; their head size may differ.
 fn check_values(k: &Array, v: &Array) -> PyResult<()> {
     match (v.shape.split_last(), k.shape.split_last()) {
         (Some((1.., values)), Some((_, keys))) if values == keys => Ok(()),
@@ -279,8 +255,8 @@ impl<T: Element> Call<T> {
             return Ok(());
         }
         let place = job.sequence.place();
-        // SAFETY: rows that the arrays have, as the sequences were made for their sizes; whoever
-        // lends them to the call does not write them meanwhile
+        // SAFETY: the sequences were checked against the sizes of the arrays, and the caller does
+        // not write these during the call
         let [query, key, value] = unsafe {
             let queries = Place::Rows { entry, first: first_row };
             [self.q.rows(queries, rows)?, self.k.rows(place, keys)?, self.v.rows(place, keys)?]

@@ -1,11 +1,12 @@
 //! Attention on a GPU, in memory and streams of others: what `_cuda.py` puts into the stream.
 
+use crate::device::OpenGpu;
 use crate::error::{invalid, raised};
 use crate::gpu::GpuArray;
 use crate::scores::Scores;
 use gqa_host::driver::{
-    Device, DeviceTensor, DeviceView, Exchange, LoadedPlan, PartShape, PartTensors, PeerMerge,
-    Stream, Views, Workspace,
+    DeviceTensor, DeviceView, Exchange, LoadedPlan, PartShape, PartTensors, PeerMerge, Views,
+    Workspace,
 };
 use gqa_host::engine::{External, Heads, LatentHeads, Layer, Paged, Rope};
 use gqa_host::plan::{DeviceInfo, PlanOptions, Planner, TensorId, TensorSpec};
@@ -13,32 +14,18 @@ use gqa_host::{
     DType, Error, Problem, QuantFormat, Quantization, RowStrides, Scales, Strided, Tensor,
 };
 use pyo3::prelude::*;
-use std::collections::HashMap;
-use std::ffi::c_void;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 /// A GPU by its number.
 #[pyclass(frozen)]
 #[derive(Clone)]
-pub struct Gpu(Arc<Inner>);
-
-struct Inner {
-    ordinal: u32,
-    device: Device,
-    planner: Planner,
-    /// By their handle; kept, because each may keep a second stream.
-    streams: Mutex<HashMap<usize, Arc<Stream>>>,
-}
+pub struct Gpu(Arc<OpenGpu>);
 
 #[pymethods]
 impl Gpu {
     #[new]
     fn new(py: Python<'_>, ordinal: u32) -> PyResult<Self> {
-        let opened = py.detach(|| {
-            let device = Device::open(ordinal)?;
-            let planner = device.planner(PlanOptions::from_env()?);
-            Ok(Inner { ordinal, device, planner, streams: Mutex::default() })
-        });
+        let opened = py.detach(|| OpenGpu::open(ordinal));
         opened.map(Arc::new).map(Self).map_err(raised)
     }
 
@@ -52,14 +39,14 @@ impl Gpu {
         stream: usize,
         allowed: &str,
     ) -> PyResult<GpuArray> {
-        GpuArray::of(self, self.0.ordinal, name, object, stream, allowed)
+        GpuArray::of(&self.0, name, object, stream, allowed)
     }
 
     /// A new array, whose elements are whatever they are.
     fn empty(&self, py: Python<'_>, shape: Vec<usize>, dtype: &str) -> PyResult<GpuArray> {
         let dtype = dtype_of("dtype", dtype)?;
         let memory = py.detach(|| DeviceTensor::new(&self.0.device, dtype, &shape));
-        Ok(GpuArray::own(self, self.0.ordinal, dtype, memory.map_err(raised)?))
+        Ok(GpuArray::own(&self.0, dtype, memory.map_err(raised)?))
     }
 
     /// A new array of one number.
@@ -87,7 +74,7 @@ impl Gpu {
 
     /// Waits until all that is in the stream is done.
     fn synchronize(&self, py: Python<'_>, stream: usize) -> PyResult<()> {
-        py.detach(|| self.stream(stream)?.synchronize()).map_err(raised)
+        py.detach(|| self.0.stream(stream)?.synchronize()).map_err(raised)
     }
 
     /// How many kernels the plan for a call launches.
@@ -122,7 +109,7 @@ impl Gpu {
 /// strides: a kernel on one of them.
 #[pyclass(frozen)]
 pub struct Merge {
-    gpu: Arc<Inner>,
+    gpu: Arc<OpenGpu>,
     merge: PeerMerge,
 }
 
@@ -198,32 +185,11 @@ impl Gpu {
     fn uploaded(&self, py: Python<'_>, tensor: &Tensor, stream: usize) -> PyResult<GpuArray> {
         let memory = py.detach(|| {
             let memory = DeviceTensor::new(&self.0.device, tensor.dtype(), tensor.shape())?;
-            memory.upload(tensor, &*self.stream(stream)?)?;
+            memory.upload(tensor, &*self.0.stream(stream)?)?;
             Ok(memory)
         });
         let memory = memory.map_err(raised)?;
-        Ok(GpuArray::own(self, self.0.ordinal, tensor.dtype(), memory))
-    }
-
-    pub fn stream(&self, raw: usize) -> gqa_host::Result<Arc<Stream>> {
-        // SAFETY: streams that callers name last, as the package's functions see to
-        unsafe { self.0.stream(raw) }
-    }
-}
-
-impl Inner {
-    /// # Safety
-    ///
-    /// The stream must exist as long as the GPU is open, as torch's do.
-    unsafe fn stream(&self, raw: usize) -> gqa_host::Result<Arc<Stream>> {
-        let mut streams = self.streams.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(stream) = streams.get(&raw) {
-            return Ok(Arc::clone(stream));
-        }
-        // SAFETY: the caller's
-        let stream = Arc::new(unsafe { Stream::from_raw(&self.device, raw as *mut c_void) }?);
-        streams.insert(raw, Arc::clone(&stream));
-        Ok(stream)
+        Ok(GpuArray::own(&self.0, tensor.dtype(), memory))
     }
 }
 
@@ -345,7 +311,8 @@ impl Call {
         sizes.layer()?.external(call).map(Self).map_err(raised)
     }
 
-    /// Attention over a paged KV cache of so many blocks, rows of a block and blocks of a sequence.
+    /// Plans attention over a paged KV cache; `sizes` are blocks, rows of a block, and blocks of a
+    /// sequence.
     #[staticmethod]
     #[expect(clippy::too_many_arguments, reason = "each is a number of the call")]
     #[pyo3(signature = (
@@ -502,7 +469,7 @@ fn unknown(gpu: &str) -> PyErr {
 /// A plan whose kernels are on a GPU.
 #[pyclass(frozen)]
 pub struct Plan {
-    gpu: Arc<Inner>,
+    gpu: Arc<OpenGpu>,
     loaded: LoadedPlan,
 }
 
@@ -535,8 +502,8 @@ impl Plan {
         self.loaded.plan().explain().to_string()
     }
 
-    /// Puts it into a stream. Addresses are those of tensors of the plan's types and shapes: the
-    /// package's functions see to that.
+    /// Enqueues the plan on a stream. The package's functions ensure that the addresses are of
+    /// tensors with the plan's types and shapes.
     fn enqueue(
         &self,
         addresses: Vec<u64>,
@@ -555,8 +522,8 @@ impl Plan {
         });
         let views: Views<'_> = views.collect();
         let workspace = Workspace::new(workspace, plan.workspace_bytes(), counters);
-        // SAFETY: these are torch's tensors, of those types and shapes, whose memory torch gives to
-        // nothing else but what is behind in the same stream; torch's streams last
+        // SAFETY: the tensors have the plan's types and shapes. torch reuses their memory only for
+        // later work on the same stream, and never destroys its streams
         let enqueued = unsafe {
             let stream = self.gpu.stream(stream);
             stream.and_then(|stream| self.loaded.enqueue(&views, workspace, &stream))

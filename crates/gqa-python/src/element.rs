@@ -1,8 +1,22 @@
-//! The element types that attention is computed of.
+//! Element types of arrays, and those that attention is computed in.
 
-use crate::array::Known;
-use gqa_host::{TensorView, TensorViewMut};
+use gqa_host::{DType, TensorView, TensorViewMut};
 use half::{bf16, f16};
+
+/// Rust's type of an array's elements.
+pub trait Known: Copy {
+    const DTYPE: DType;
+}
+
+impl Known for f32 {
+    const DTYPE: DType = DType::F32;
+}
+impl Known for f16 {
+    const DTYPE: DType = DType::F16;
+}
+impl Known for bf16 {
+    const DTYPE: DType = DType::BF16;
+}
 
 pub trait Element: Known + Default + Send + Sync + 'static {
     fn to_f32(self) -> f32;

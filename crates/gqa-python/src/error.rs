@@ -22,7 +22,7 @@ fn message(argument: &str, got: impl ToString, allowed: impl ToString) -> String
     format!("{argument}: got {}; allowed: {}", got.to_string(), allowed.to_string())
 }
 
-/// Memory for so many elements.
+/// A vector with room for `count` elements.
 ///
 /// # Errors
 ///

@@ -1,7 +1,7 @@
 //! Arrays in memory of an NVIDIA GPU, of whatever library, for callers without torch: `_arrays.py`.
 
 use crate::array::{Described, contiguous};
-use crate::cuda::Gpu;
+use crate::device::OpenGpu;
 use crate::dlpack::{self, Delete, Managed, Tensor, Versioned};
 use crate::error::{invalid, raised};
 use gqa_host::DType;
@@ -18,8 +18,7 @@ use std::sync::Arc;
 #[derive(Clone)]
 pub struct GpuArray {
     name: String,
-    gpu: Gpu,
-    index: u32,
+    gpu: Arc<OpenGpu>,
     address: u64,
     dtype: DType,
     shape: Vec<usize>,
@@ -40,13 +39,13 @@ impl GpuArray {
     /// Of an object that has `__dlpack__`, for work in that stream, as DLPack counts streams.
     /// Errors about its type say what is `allowed`.
     pub fn of(
-        gpu: &Gpu,
-        index: u32,
+        gpu: &Arc<OpenGpu>,
         name: &str,
         object: &Bound<'_, PyAny>,
         stream: usize,
         allowed: &str,
     ) -> PyResult<Self> {
+        let index = gpu.ordinal;
         let found = Described::of(name, object, Some(stream), allowed)?;
         if found.device != (dlpack::CUDA, index as i32) {
             let got = format!(
@@ -57,18 +56,17 @@ impl GpuArray {
         }
         let Described { dtype, shape, strides, data, read_only, capsule, .. } = found;
         let owner = Owner::Other { _capsule: Arc::new(capsule) };
-        let (name, gpu, address) = (name.to_owned(), gpu.clone(), data as u64);
-        Ok(Self { name, gpu, index, address, dtype, shape, strides, read_only, owner })
+        let (name, gpu, address) = (name.to_owned(), Arc::clone(gpu), data as u64);
+        Ok(Self { name, gpu, address, dtype, shape, strides, read_only, owner })
     }
 
     /// The package's own.
-    pub fn own(gpu: &Gpu, index: u32, dtype: DType, memory: DeviceTensor) -> Self {
+    pub fn own(gpu: &Arc<OpenGpu>, dtype: DType, memory: DeviceTensor) -> Self {
         let view = memory.view();
         let (address, shape) = (view.pointer, view.shape.to_vec());
         Self {
             name: "output".to_owned(),
-            gpu: gpu.clone(),
-            index,
+            gpu: Arc::clone(gpu),
             address,
             dtype,
             strides: contiguous(&shape),
@@ -211,7 +209,7 @@ impl GpuArray {
     }
 
     fn __dlpack_device__(&self) -> (i32, i32) {
-        (dlpack::CUDA, self.index as i32)
+        (dlpack::CUDA, self.gpu.ordinal as i32)
     }
 }
 
@@ -238,7 +236,7 @@ impl Shared {
         Tensor {
             data: of.address as *mut c_void,
             device_type: dlpack::CUDA,
-            device_id: of.index as i32,
+            device_id: of.gpu.ordinal as i32,
             dimensions: self.shape.len() as i32,
             code,
             bits,
@@ -278,7 +276,7 @@ unsafe extern "C" fn delete<M>(managed: *mut c_void) {
     drop(unsafe { Box::from_raw(managed.cast::<Exported<M>>()) });
 }
 
-/// A capsule for whoever takes the tensor, and then names it otherwise.
+/// A DLPack capsule. Its consumer renames it when it takes the tensor.
 fn capsule<'py, M>(
     py: Python<'py>,
     exported: Exported<M>,
@@ -287,8 +285,8 @@ fn capsule<'py, M>(
     /// Ends a tensor that nobody has taken.
     unsafe extern "C" fn destroy<M>(capsule: *mut pyo3::ffi::PyObject) {
         for name in [dlpack::NAME, dlpack::VERSIONED_NAME] {
-            // SAFETY: Python's destructor of a capsule, of which the tensor is still its own where
-            // it has its first name
+            // SAFETY: called by Python as the capsule's destructor; a capsule that still has its
+            // first name still owns the tensor
             unsafe {
                 if pyo3::ffi::PyCapsule_IsValid(capsule, name.as_ptr()) != 0 {
                     delete::<M>(pyo3::ffi::PyCapsule_GetPointer(capsule, name.as_ptr()));

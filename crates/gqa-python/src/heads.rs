@@ -162,7 +162,7 @@ impl<T: Element> Heads<T> {
         Ok(all.into())
     }
 
-    /// Appends a copy of so many rows.
+    /// Appends a copy of `rows` rows.
     ///
     /// # Safety
     ///

@@ -1,4 +1,4 @@
-//! What tells calls on a GPU apart: types, shapes, strides and devices of their tensors. Asking
+//! The key of a call on a GPU: types, shapes, strides and devices of its tensors. Asking
 //! torch for each of these in Python takes longer than to launch a kernel.
 
 use crate::dlpack::{self, Describe, Tensor};
@@ -35,8 +35,8 @@ impl Layouts {
         Ok(describe.map(|describe| Self { tensor: tensor.unbind(), describe }))
     }
 
-    /// None where something is neither None nor a tensor of just that type, or wants a gradient
-    /// where there are gradients, or begins nowhere near 16 bytes: such a call is looked at.
+    /// None if an argument is neither None nor a tensor of exactly that type, requires a gradient
+    /// while gradients are enabled, or is not 16-byte aligned: Python then checks the call.
     fn read<'py>(
         &self,
         arguments: &Bound<'py, PyTuple>,
@@ -57,10 +57,11 @@ impl Layouts {
                 return Ok(None);
             }
             let mut tensor = MaybeUninit::<Tensor>::uninit();
-            // SAFETY: an object of the type whose function it is, which fills in the description
+            // SAFETY: the object has the type that the function belongs to, and the function fills in
+            // the description
             let failed = unsafe { (self.describe)(argument.as_ptr().cast(), tensor.as_mut_ptr()) };
             if failed != 0 {
-                // One without memory, say: whoever looks at it says so.
+                // For example a tensor without memory: Python then reports it.
                 drop(PyErr::take(py));
                 return Ok(None);
             }

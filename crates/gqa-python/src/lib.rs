@@ -2,8 +2,10 @@
 
 mod append;
 mod array;
+mod arrays;
 mod attend;
 mod cuda;
+mod device;
 mod dlpack;
 mod element;
 mod error;
@@ -56,7 +58,7 @@ impl Arguments<'_, '_> {
         Numbers::of(self.array(name, name, Kind::Integers)?.as_ref())
     }
 
-    /// Which rows and keys sequences have, of which rows see `before` of those before them.
+    /// The call's sequences; `before` is the window to the left.
     fn given(
         &self,
         appended: usize,
@@ -82,13 +84,13 @@ impl Arguments<'_, '_> {
     }
 
     /// The arrays of attention; its queries, keys and values have these arguments and names.
-    fn attended(&self, [q, k, v]: [(&str, &'static str); 3]) -> PyResult<attend::Arrays> {
+    fn attended(&self, [q, k, v]: [(&str, &'static str); 3]) -> PyResult<arrays::Arrays> {
         let q = self.need(q.0, q.1, Kind::Heads)?;
         let kind = match k.1 == "k_cache" || self.has("block_table")? {
             true => Kind::Cache(q.dtype),
             false => Kind::Like(q.dtype, "q"),
         };
-        Ok(attend::Arrays {
+        Ok(arrays::Arrays {
             q,
             k: self.need(k.0, k.1, kind)?,
             v: self.need(v.0, v.1, kind)?,
@@ -159,7 +161,7 @@ fn attend_to_cache_on_cpu(
 }
 
 /// Errs where the output, which may be the caller's, lies in memory of something else.
-fn check_output(arrays: &attend::Arrays, appended: Option<&append::Arrays>) -> PyResult<()> {
+fn check_output(arrays: &arrays::Arrays, appended: Option<&append::Arrays>) -> PyResult<()> {
     let read = arrays.read().chain(appended.into_iter().flat_map(append::Arrays::read));
     let output = (arrays.out.name, arrays.out.memory());
     check_apart(output, read.map(|array| (array.name, array.memory())))
@@ -181,7 +183,7 @@ fn check_apart_by_address(written: Placed, read: Vec<Placed>) -> PyResult<()> {
 /// All that a caller can do wrong is found before anything is written.
 fn run<T: Element>(
     py: Python<'_>,
-    arrays: &attend::Arrays,
+    arrays: &arrays::Arrays,
     given: &Given,
     scores: Scores,
     appended: Option<&append::Arrays>,

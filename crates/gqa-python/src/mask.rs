@@ -1,7 +1,7 @@
 //! What is added to scores: ALiBi, or a mask of all keys or of the new ones.
 
 use crate::array::Array;
-use crate::attend::Arrays;
+use crate::arrays::Arrays;
 use crate::element::Element;
 use crate::error::{invalid, room};
 use crate::heads::Heads;

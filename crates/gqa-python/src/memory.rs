@@ -108,8 +108,8 @@ impl Memory<'_> {
     }
 }
 
-/// Whether numbers of all terms can sum up to a total. Where that takes long to find out, as of
-/// strides that fit together in very many ways, they are said to.
+/// Whether multiples of the terms can sum up to a total. Returns true if that takes too long to
+/// find out.
 fn has_sum(mut terms: Vec<Term>, total: i128) -> bool {
     const MOST_STEPS: usize = 1 << 16;
     terms.retain(|term| term.each * term.most > 0);

@@ -114,8 +114,9 @@ impl Table {
         }
     }
 
-    /// The blocks that hold a sequence's keys up to the last one of `used`, of `blocks` blocks of
-    /// `size` rows. Those before its first one may be anything in the table, and are some block.
+    /// The blocks of a sequence's keys up to the last one of `used`, in a cache of `blocks` blocks of
+    /// `size` rows. Blocks before the first used key may be anything in the table; they become a
+    /// valid block.
     pub fn blocks(
         &self,
         b: usize,
@@ -190,11 +191,11 @@ impl Sequence {
         blocks.iter().enumerate().filter_map(rows).collect()
     }
 
-    /// All of a call, with q of so many entries and rows.
+    /// The sequences of a call; `q` is the number of batch entries and rows of the query.
     ///
     /// # Errors
     ///
-    /// Where a sequence has rows or keys that there are not.
+    /// If a sequence has rows or keys outside of the arrays.
     pub fn all(given: &Given, q: [usize; 2], keys: &Keys) -> PyResult<Vec<Self>> {
         let rows = given.rows(q)?;
         let ranges = given.key_ranges(keys, rows.len())?;
@@ -252,7 +253,7 @@ impl Given {
         }
     }
 
-    /// A sequence of so many rows, which begin anywhere.
+    /// Sequence `b` with `rows` rows.
     fn sequence(
         &self,
         b: usize,
@@ -287,7 +288,7 @@ impl Given {
     }
 }
 
-/// The keys, of so many, that so many last rows see, each `before` of those before its place.
+/// The keys that the last `rows` rows see together, each `before` keys before its own.
 fn seen(rows: usize, keys: usize, before: Option<usize>) -> Range<usize> {
     let first = match (rows, before) {
         (0, _) => keys,

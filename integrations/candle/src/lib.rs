@@ -46,7 +46,8 @@ mod tables;
 pub use attention::{Attention, Rope};
 pub use cache::KvCache;
 pub use gqa_host::QuantFormat;
-pub use paged::{PagedKvCache, Sequence};
+pub use paged::PagedKvCache;
+pub use tables::Sequence;
 
 /// The README's programs are tests.
 #[cfg(doctest)]

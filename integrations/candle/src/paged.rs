@@ -7,7 +7,7 @@ use crate::cuda::{Gpu, Pointer};
 use crate::device::Store;
 use crate::error::ours;
 use crate::rows::{check_shape, check_type, contiguous};
-use crate::tables::Tables;
+use crate::tables::{Sequence, Tables};
 #[cfg(feature = "cuda")]
 use candle::CudaStorage;
 use candle::backend::BackendStorage;
@@ -17,10 +17,6 @@ use gqa_host::engine::Paged;
 use gqa_host::plan::{TensorId, Tensors};
 use gqa_host::{Problem, TensorView};
 use std::cell::RefCell;
-
-/// A sequence of a [`PagedKvCache`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct Sequence(pub(crate) u64);
 
 /// A layer's keys, rotated, and values in blocks of rows. Sequences take blocks as they grow, and
 /// give them back when they end, so that memory is for tokens that there are. A call takes new

@@ -565,7 +565,7 @@ def _rope(work: _Work, rope: Any, q: GpuArray) -> _Turns:
 
 
 class _Blocks(NamedTuple):
-    """Where the sequences of a call over blocks are; starts are those of their rows."""
+    """The sequences of a paged call. starts is cu_seqlens of their rows."""
 
     caches: tuple[GpuArray, GpuArray]
     table: GpuArray
@@ -654,8 +654,7 @@ def _check_kernels(q: GpuArray, rope: _Turns | None, scores: Scores) -> None:
 def _all_strides(
     q: GpuArray, new: Sequence[GpuArray], caches: tuple[GpuArray, GpuArray], rows: int
 ) -> tuple[_strides.Strides | None, ...]:
-    """Those of q, of new keys and values, and of caches in blocks of so many rows; None where they
-    are contiguous."""
+    """Strides of q, of new keys and values, and of a paged cache; None if contiguous."""
     element_bytes = 4 if q.dtype == "float32" else 2
 
     def tokens(x: GpuArray) -> _strides.Strides | None:

@@ -35,7 +35,7 @@ _Kept = tuple[Any, tuple[Any, ...], list[Tensor]]
 
 
 class _Sequences(NamedTuple):
-    """Where the sequences of a paged call are, in blocks of so many rows."""
+    """The sequences of a paged call, and the rows of a block."""
 
     starts: Tensor
     lengths: Tensor
@@ -221,8 +221,8 @@ def _asked_of_latent(
     scores: Scores,
     quantized: tuple[str, str] | None = None,
 ) -> tuple[Any, ...]:
-    """What the planner is told of a latent call, whose q is (sequences * rows, heads, size), and
-    the cache's format and what its scales are for where it is quantized."""
+    """The planner's arguments of a latent call: q is (sequences * rows, heads, size). A quantized
+    cache adds its format and the kind of its scales."""
     strides = None if q.is_contiguous() else (0, q.stride(0), q.stride(1))
     sizes = cache.shape[0], cache.shape[1], table.shape[1]
     numbers = values, q.shape[0] // rows, rows, sizes, strides, _strides_of(cache)
@@ -245,7 +245,7 @@ def _tensors_of_latent(
 
 
 def metadata(step: Metadata, lengths: Tensor, starts: Any, dtype: torch.dtype) -> Tensor:
-    """The schedule of a step, of so many elements as its calls want; none where they read none."""
+    """The schedule of a step; without elements if its calls read none."""
     device, batch = lengths.device, step.batch
     lengths = _integers("cache_seqlens", lengths, device, (batch,))
     one_each = starts is None and step.rows == 1
@@ -568,7 +568,7 @@ def _external(
 
 
 def _with_sinks(lse: Tensor, sinks: Tensor | None) -> Tensor:
-    """Log-sum-exps, (..., heads, rows), whose sink counts where a row sees no key, too."""
+    """Log-sum-exps (..., heads, rows) that include the sink of rows without a key, too."""
     return lse if sinks is None else torch.where(lse == -torch.inf, sinks[:, None].float(), lse)
 
 
@@ -584,8 +584,8 @@ def _padded(
     outside: Tensor | None = None,
     out: Tensor | None = None,
 ) -> _Results:
-    """Attention of sequences of any lengths to padded keys, of which each has so many: its rows are
-    padded, too. Rows that are not there then are 0."""
+    """Attention of packed sequences to keys that are padded to one length. Queries are padded, too;
+    results of padding are dropped, and missing rows are 0."""
     # Rows are a sequence's last ones, so they are padded at the left.
     padded = _fallback.padded(q, starts[1:] - rows, rows)
     result, lse = _external(
@@ -657,8 +657,8 @@ def _out_of_blocks(
     scores: Scores,
     has_tree: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """So many keys and values of each sequence out of its blocks, how many it has of them, and
-    which of them no row sees, (batch, keys), if any: those of blocks outside of the cache."""
+    """Gathers the keys and values of each sequence from its blocks. Also returns the lengths, and a
+    mask (batch, keys) of keys in blocks outside of the cache, or None if there are none."""
     count, size = cache.keys.shape[:2]
     # Of a single row only a window to the left says which keys it sees.
     is_bound = scores.window[0] >= 0 or scores.window[1] >= 0 and q.shape[1] > 1
@@ -729,8 +729,8 @@ def _asked_in_rows(
     scores: Scores,
     want_lse: bool,
 ) -> tuple[Any, ...] | None:
-    """What the planner is told of attention to packed keys and values, where a kernel reads these
-    where they are."""
+    """The planner's arguments of attention to packed keys and values, or None if no kernel reads
+    them in place."""
     if not _suits_blocks(q, scores) or 0 in k.shape or 0 in v.shape:
         return None
     if not all(_is_readable(x) for x in (k, v)):
@@ -818,8 +818,8 @@ def _of_blocks(cache: Tensor, rows: int) -> _strides.Strides | None:
 
 
 def _side_by_side(cache: Tensor) -> Tensor:
-    """A latent cache whose rows have scales: kernels read its rows one behind the other. That a
-    copy is made is said once."""
+    """A contiguous latent cache with per-token scales, which kernels need. Logs once that a strided
+    one is copied."""
     if not cache.is_contiguous() and ("k_cache", "descale_k") not in _told:
         _told.add(("k_cache", "descale_k"))
         given = f"k_cache with strides {cache.stride()}"
@@ -843,8 +843,8 @@ def _tell_of_copies(names: tuple[str, str], pair: tuple[Tensor, Tensor]) -> None
 
 
 def _are_last(rows: int, keys: int, scores: Scores) -> bool:
-    """Whether a sequence's rows, up to so many, are its last keys' own, one for one: those of a
-    call that is not causal may be of another text, and any number."""
+    """Whether the query rows are the tokens of the last keys. Queries of a call that is not causal
+    may belong to another text, and be any number."""
     return rows == 1 or rows <= keys and scores.window[1] == 0
 
 
@@ -892,7 +892,7 @@ def _asked(
     want_lse: bool,
     has_tree: bool = False,
 ) -> tuple[Any, ...]:
-    """What the planner is told of that. q and new are as _in_place makes them."""
+    """The planner's arguments of that call. q and new come from _in_place."""
     (heads, size), (_, _, kv_heads, width) = q.shape[-2:], cache.keys.shape
     tokens, columns = q.numel() // (heads * size), call.table.shape[1]
     blocks = cache.keys.numel() // (call.block_size * kv_heads * width)
@@ -956,8 +956,7 @@ def _planned(
 def _in_place(
     q: Tensor, new: tuple[Tensor, Tensor] | None
 ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-    """The same where kernels can read their strides, those of new keys and values alike, or else
-    contiguous copies."""
+    """q and the new keys and values, copied if kernels cannot read their strides."""
     q = q if _has_tokens_in_place(q) else _aligned(q)
     if new is None:
         return q, None

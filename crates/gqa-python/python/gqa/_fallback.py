@@ -62,7 +62,7 @@ def is_block(table: Tensor, count: int) -> Tensor:
 
 
 def blocks_of_entries(table: Tensor, entries: Tensor) -> Tensor:
-    """Rows of a table by their numbers: blocks outside of the cache where there is no such row."""
+    """Rows of a block table by number. A missing row has block -1, outside of the cache."""
     known = is_block(entries, table.shape[0])
     return torch.where(known[:, None], table[torch.where(known, entries, 0).long()], -1)
 
@@ -83,7 +83,7 @@ def _rotated(x: Tensor, positions: Tensor, rope: Rope) -> Tensor:
 
 
 def gathered(cache: Tensor, table: Tensor, keys: int) -> Tensor:
-    """So many rows of each sequence, out of its blocks: zeros of blocks that the cache has not."""
+    """Gathers `keys` rows of each sequence from its blocks; zeros for blocks outside of the cache."""
     table = table[:, : -(-keys // cache.shape[1])]
     known = is_block(table, cache.shape[0])
     rows = cache[torch.where(known, table, 0).long()]
@@ -91,8 +91,7 @@ def gathered(cache: Tensor, table: Tensor, keys: int) -> Tensor:
 
 
 def known_first(table: Tensor, lengths: Tensor, count: int, size: int) -> tuple[Tensor, Tensor]:
-    """The same with the blocks first, in their order, that a cache of so many has, and how many
-    keys these hold."""
+    """The table with the blocks that are in the cache first, and the number of keys in them."""
     known = is_block(table, count)
     before = torch.arange(table.shape[1], device=table.device) * size
     held = (lengths[:, None].long() - before).clamp(0, size) * known
@@ -101,7 +100,7 @@ def known_first(table: Tensor, lengths: Tensor, count: int, size: int) -> tuple[
 
 
 def outside(table: Tensor, keys: int, count: int, size: int) -> Tensor:
-    """Which keys blocks would hold that a cache of so many has not: (batch, keys)."""
+    """A mask (batch, keys) of keys whose block is outside of a cache of count blocks."""
     return (~is_block(table, count)).repeat_interleave(size, 1)[:, :keys]
 
 
@@ -122,9 +121,9 @@ def padded(x: Tensor, first: Tensor, count: int) -> Tensor:
 
 
 def places_when_padded(count: int, starts: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Where each of so many rows is, once each sequence's are padded at the left to rows; and
-    whether it is there: rows outside of all sequences are not, nor those of a longer one that are
-    before its last ones."""
+    """The place of each packed row after padding each sequence at the left to `rows` rows, and
+    whether it has one. Rows outside of all sequences have none, nor have the first rows of a
+    sequence with more than `rows`."""
     row = torch.arange(count, device=starts.device)
     ends = starts[1:].long()
     sequence = torch.searchsorted(ends, row, right=True).clamp(max=ends.shape[0] - 1)
@@ -134,8 +133,8 @@ def places_when_padded(count: int, starts: Tensor, rows: int) -> tuple[Tensor, T
 
 
 def places_from(count: int, first: Tensor, tokens: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Where each of so many rows is, once each sequence's tokens from first on are padded at the
-    right to rows; and whether it is there."""
+    """The place of each packed row after padding each sequence's tokens, from first on, at the right
+    to `rows` rows, and whether it has one."""
     row = torch.arange(count, device=first.device)
     sequence = (torch.searchsorted(first.long(), row, right=True) - 1).clamp(min=0)
     nth = row - first[sequence]
@@ -144,7 +143,7 @@ def places_from(count: int, first: Tensor, tokens: Tensor, rows: int) -> tuple[T
 
 
 def columns(keys: int, size: int) -> int:
-    """Elements of so many bytes in the vectors of 16 bytes that hold so many of them."""
+    """Rounds a number of elements of `size` bytes up to whole 16-byte vectors."""
     return -(-keys * size // 16) * 16 // size
 
 
@@ -211,8 +210,8 @@ def put(out: Tensor | None, result: Tensor) -> Tensor:
 
 
 def tree(words: Tensor, keys: int, lengths: Tensor | None) -> Tensor:
-    """Which keys a row sees whose bits say that of the last ones: (batch, 1, rows, keys), in whole
-    rows. A row before all keys sees none."""
+    """A tree mask as (batch, 1, rows, keys) in whole vectors: a row's word says which of the last
+    keys it sees. A row before all keys sees none."""
     rows = words.shape[1]
     ends = keys if lengths is None else lengths.long()[:, None]
     row = torch.arange(columns(keys, 1), device=words.device) - ends + rows

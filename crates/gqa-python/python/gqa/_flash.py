@@ -181,7 +181,7 @@ def _wants_lse(return_softmax_lse: Any, return_attn_probs: Any) -> bool:
 
 
 def _check(dimensions: int, **tensors: Any) -> None:
-    """Errs unless the first one has so many dimensions, and where a gradient is wanted."""
+    """Raises unless the first tensor has so many dimensions and no tensor requires a gradient."""
     name, tensor = next(iter(tensors.items()))
     shape = _shape(name, tensor)
     if len(shape) != dimensions or shape[-1] == 0:
@@ -439,7 +439,7 @@ def flash_attn_with_kvcache(
 def _earlier(
     arguments: tuple[Any, ...], numbers: tuple[Any, ...], window: object
 ) -> tuple[Any, Any]:
-    """What tells the step of a call on a GPU, and its output if it is like an earlier one."""
+    """The key of a call on a GPU among earlier calls, and its output if there was such a call."""
     if not getattr(arguments[0], "is_cuda", False) or _is_compiling(arguments[0]):
         return None, None
     from gqa import _steps
@@ -457,7 +457,7 @@ def _step(key: Any, arguments: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def descales(k_descale: Array | None, v_descale: Array | None) -> dict[str, Any]:
-    """The scales of a quantized KV cache by their name, where there are some."""
+    """Keyword arguments for the scales of a quantized KV cache, if given."""
     is_given = k_descale is not None or v_descale is not None
     return {"descales": (k_descale, v_descale)} if is_given else {}
 

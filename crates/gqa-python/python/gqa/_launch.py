@@ -175,8 +175,7 @@ def _workspace(planned: Planned, device: torch.device) -> Tensor | None:
 
 
 def _counters_of(planned: Planned, device: torch.device, stream: int) -> Tensor | None:
-    """The plan's counters, if it has any, which every call leaves zero: those of the stream, where
-    they are kept."""
+    """The plan's counters, if any: one tensor per stream. Every call resets them to zero."""
     if planned.counters == 0:
         return None
     # A graph's are its own: it may run beside the stream's calls.
@@ -192,8 +191,8 @@ def _counters_of(planned: Planned, device: torch.device, stream: int) -> Tensor 
 
 
 def _kept(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """What make returns, kept where something is. A graph that is captured has what a call of any
-    stream made before: torch waits for the GPU before it captures."""
+    """Caches what make returns. During a graph capture a tensor of any stream serves, because torch
+    waits for the GPU before it captures."""
     known: dict[Any, Tensor] = {}
     newest: dict[Any, Tensor] = {}
     in_graphs: dict[Any, Tensor] = {}

@@ -143,7 +143,7 @@ def _parts(name: str, packed: Any, dimensions: int, count: int) -> tuple[Array, 
 def _called(
     names: dict[str, str], function: Callable[..., Any], *arguments: Any, **named: Any
 ) -> Any:
-    """What a function gives, whose errors call its arguments by the names that the caller knows."""
+    """Calls a function, and renames the arguments in its errors to the caller's names."""
     try:
         return function(*arguments, **named)
     except (TypeError, ValueError, MemoryError) as error:

@@ -103,7 +103,7 @@ class Cache(NamedTuple):
 
 
 def scaled(cache: Cache, size: int, descales: tuple[Any, Any]) -> Cache:
-    """The same with scales, if it is quantized: keys and values of heads of so many elements.
+    """The cache with its scales, if it is quantized. size is the head size.
 
     A scale is of the whole cache: one element; of each KV head: (KV heads), or (sequences, KV
     heads) where it is the same for all sequences, as expand() makes it; of each channel: (KV heads,

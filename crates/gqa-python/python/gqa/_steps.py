@@ -62,10 +62,10 @@ _read = _read_in_python if _layouts is None else _layouts.read
 def look(
     arguments: Arguments, numbers: tuple[Any, ...], window: object
 ) -> tuple[Any, Sequence[int]] | None:
-    """What tells a call's step: its arguments, of which some are None, and what else it is given;
-    and where the arguments are.
+    """The key of a call among earlier calls, made of its arguments and options, and the arguments'
+    addresses.
 
-    None where every call has to be looked at.
+    None if such calls cannot be recognised.
     """
     if type(window) is not tuple or torch.cuda.is_current_stream_capturing():
         return None
@@ -109,9 +109,8 @@ def keep(
     has_all_rows: bool = True,
     lengths_of: Optional[tuple[Tensor, Tensor]] = None,
 ) -> None:
-    """Keeps a call whose tensors are its arguments, an output, which it writes all of or is 0
-    elsewhere, constants, and perhaps lengths, which come with the argument whose differences they
-    are."""
+    """Remembers a call by its key. Its tensors are arguments, an output that it fills or that is 0
+    elsewhere, constants, and perhaps lengths, which are the differences of an argument."""
     pool = *arguments, tensors["output"], *constants
     starts = None
     if lengths_of is not None:

@@ -122,6 +122,6 @@ def _gathered(out: Tensor, lse: Tensor, count: int, group: Any) -> tuple[Tensor,
 
 
 def _merged(outs: Tensor, lses: Tensor) -> Tensor:
-    """What merge_states gives of parts whose output is 0 where they have no key, in few kernels."""
+    """As merge_states, in few kernels, for parts whose output is 0 where they have no key."""
     weights = torch.softmax(lses.clamp(min=torch.finfo(lses.dtype).min), 0)
     return (outs * weights.transpose(-1, -2).unsqueeze(-1)).sum(0).to(outs.dtype)

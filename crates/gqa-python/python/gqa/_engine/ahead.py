@@ -21,8 +21,7 @@ class Limits(NamedTuple):
 
 
 def begin(asked: tuple[Any, ...], most: Limits) -> list[Future[Planned]]:
-    """Has threads plan steps that are like the one that the planner was asked for. A plan compiles
-    its kernels, of which a layer has about ten."""
+    """Plans similar steps in background threads. Planning compiles kernels, about ten per layer."""
     kind, query, kv_heads, scores, _, _, pages, _, _, *wanted, _, scheduled = asked
     last = False, scheduled
     # Its memory is not kept meanwhile.

@@ -15,7 +15,7 @@ from gqa._quantized import Cache
 # Of scratch memory, if one sequence does not need more.
 MOST_SCRATCH = 256 << 20
 _LEAST_BOUND = 128
-# What each layer has of its own in a plan, in the order in which a call is told of it.
+# Tensors of a plan that differ between layers, in the order of a call's addresses.
 _OF_LAYER = "query", "output", "present_key", "present_value", "k_scale", "v_scale", "head_sink"
 
 
@@ -124,8 +124,8 @@ def place(stream: int) -> tuple[int, bool]:
 
 
 def bound(keys: int) -> int:
-    """So many keys or more, up to 127 or an eighth: steps whose longest sequence grows share a
-    plan."""
+    """Rounds a number of keys up by at most 127 or an eighth, so that steps whose longest sequence
+    grows share a plan."""
     unit = max(_LEAST_BOUND, 1 << max(keys.bit_length() - 4, 0))
     return -(-keys // unit) * unit
 
@@ -136,8 +136,8 @@ def most_scratch(kv_heads: int, size: int, longest: int) -> int:
 
 
 def prepared(step: Step, given: Given, most_scratch: int, stream: int) -> Call:
-    """The call of a step for layers like this one, whose scratch memory is bounded if sequences
-    one by one do not need more. A graph's is not: its next step has other lengths.
+    """The call of a step for layers like this one. Scratch memory is bounded by running sequences in
+    groups, except in a graph, whose next step has other lengths.
 
     A plan of a graph waits for its specialized kernels. Others do not: prompts of new lengths bring
     new kernels while requests wait.
@@ -214,7 +214,7 @@ def _part(
 def part_of(
     planned: Planned, tensors: _launch.Tensors, stream: int, query: int = 0, output: int = 0
 ) -> Part:
-    """A plan with its tensors, whose query and output begin so many bytes behind a layer's."""
+    """A plan with its tensors; query and output begin at these byte offsets of a layer's."""
     device, names = tensors["query"].device, planned.tensors
     workspace = _launch._workspace(planned, device)
     counters = _launch._counters_of(planned, device, stream)
@@ -252,7 +252,7 @@ def _sequences(step: Step, some: _Some, block_size: int) -> _cuda._Sequences:
 
 
 def _apart(step: Step, cache: Cache, most_scratch: int) -> Iterator[_Some]:
-    """The sequences in parts, whose keys and values in 16 bits have room in scratch memory."""
+    """Groups of sequences whose dequantized keys and values fit scratch memory."""
     kv_heads, size = cache.keys.shape[2:]
     most_keys = most_scratch // (4 * kv_heads * size)
     starts = step.starts_on_cpu.tolist()

@@ -26,10 +26,10 @@ _begun: set[object] = set()
 
 @dataclass
 class Forward:
-    """What all layers of a forward pass are told; the first one of each kind adds its plan."""
+    """What the layers of a forward pass share. The first layer of each kind adds its plan."""
 
-    # The second one is for layers whose keys are in a pool of their own, as those with windows may
-    # have it: the same with other pages.
+    # The second step is for layers with a pool of their own, as layers with windows may have one:
+    # the same step with other pages.
     steps: list[Step]
     # Where new keys go in that pool.
     locations: Optional[Tensor] = None

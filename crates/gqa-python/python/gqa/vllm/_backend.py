@@ -144,7 +144,7 @@ class Backend(AttentionBackend):
 
 
 class MetadataBuilder(AttentionMetadataBuilder):
-    """Says once a step what all layers are told; the first layer of each kind adds its plan."""
+    """Builds what the layers of a step share. The first layer of each kind adds its plan."""
 
     supports_update_block_table: bool = True
 

@@ -91,7 +91,7 @@ def attention(
 
 
 def combiner() -> Any:
-    """What merges all ranks' outputs and gives each those of its heads."""
+    """The function that merges the outputs of all ranks and gives each rank its heads."""
     config: Any = get_current_vllm_config_or_none()
     if config is not None and config.parallel_config.dcp_comm_backend == "a2a":
         from vllm.v1.attention.ops.dcp_alltoall import dcp_a2a_lse_reduce

@@ -33,7 +33,7 @@ from gqa.vllm._prefill import Prefill, fits
 
 # Channels of a cached row, and those that are its value.
 _SIZE, _VALUES = 576, 512
-# Rows of a block, and of the kernel's tiles, each of which is one copy then.
+# Rows of a block and of a kernel's tile, so that one copy loads a tile.
 _BLOCK = 64
 _FLOAT8 = "a latent KV cache has the model's type, float16 or bfloat16: float8 is not supported"
 _PREFILL = "gqa.vllm._prefill.Prefill"
