@@ -804,18 +804,19 @@ pub struct DecodeScheduleParams {
 
 layer!(DecodeScheduleParams fixes keys, shortest);
 
-/// Scalars of `latent` and `hopper_wide`.
+/// Scalars of `latent`, `latent_mma` and `hopper_wide`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 pub struct LatentParams {
     /// The call: `head_size` is that of keys, `capacity` the rows of a sequence's blocks; over
-    /// blocks batch strides are 0. Strides of the cache are in its tensor maps.
+    /// blocks batch strides are 0. Strides of the cache are in its tensor maps; `latent_mma` has
+    /// them as those of k, of which a batch entry is a block.
     pub attention: AttentionParams,
     /// Rows of a batch entry of query and output: over blocks the tokens of all sequences.
     pub tokens: u32,
     /// Blocks of a sequence: columns of block_table.
     pub per_sequence: u32,
-    /// Logarithm of a block's rows, 16 or more; 31: the cache is contiguous.
+    /// Logarithm of a block's rows, which tensor maps need 16 of; 31: the cache is contiguous.
     pub log_block_size: u32,
     /// Blocks of the cache; batch entries of a contiguous one.
     pub blocks: u32,

@@ -4,8 +4,8 @@
 //! **One CTA** attends with `ROWS` packed query rows of one sequence (tokens times query heads) to
 //! one split of its keys, in tiles of `KEYS` cache rows, each of which is read from global memory
 //! once for both products. Four or eight warps are a *group*, which has 16 of the rows: each of
-//! them computes the scores of its share of a tile's keys, and accumulates its share of the output's
-//! columns over all of the tile's keys. Queries stay in registers, as left operands.
+//! them computes the scores of its share of a tile's keys, and accumulates its share of the
+//! output's columns over all of the tile's keys. Queries stay in registers, as left operands.
 //!
 //! **Grid**: (row tiles, splits, sequences); CTAs of one sequence's row tiles are neighbours and
 //! read the same keys from L2.
@@ -79,8 +79,8 @@ const GROUP_ROWS: u32 = 16;
 const ABSENT: u32 = u32::MAX;
 
 /// A shape: cache rows of `UNITS` times 16 bytes; `GROUPS` groups of `MEMBERS` warps, each with 16
-/// rows; a warp scores `N8` of the `K8` 8-key MMA tiles of a key tile, and accumulates `D8` 8-column
-/// MMA tiles of the output; a ring of `STAGES` tiles.
+/// rows; a warp scores `N8` of the `K8` 8-key MMA tiles of a key tile, and accumulates `D8`
+/// 8-column MMA tiles of the output; a ring of `STAGES` tiles.
 pub struct LatentMma<
     C,
     const UNITS: usize,
@@ -369,8 +369,8 @@ impl<
         blocks
     }
 
-    /// Starts copying a tile to a stage, if the split has it. Rows that no query row sees, and those
-    /// outside of the cache, become zeros: what they hold may be NaN, and 0 · NaN is NaN.
+    /// Starts copying a tile to a stage, if the split has it. Rows that no query row sees, and
+    /// those outside of the cache, become zeros: what they hold may be NaN, and 0 · NaN is NaN.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn copy<T: MmaElement>(work: &Work<'_, T, C::Cell<T>>, tile: u32, slot: u32, blocks: [u32; 2]) {
         if tile >= work.tiles.end {

@@ -26,8 +26,8 @@
 //! `scatter_rows`. Attention reads K and V from the present cache, or where they are: `decode` or
 //! `decode_quantized`, `split_kv` or `split_kv_masked` and `combine`, `hopper` or `hopper_split`
 //! and `combine`, `hopper_masked`, `hopper_wide` (and `latent_merge`), `tiled_tma`, `tiled`,
-//! `tiled_masked`, `tiled_f32`, `tiled_wide` (and `combine`), `general`, or the three unfused
-//! kernels.
+//! `tiled_masked`, `tiled_f32`, `tiled_wide` (and `combine`), `latent_mma` (and its merge),
+//! `general`, or the three unfused kernels.
 
 mod build;
 mod cascade;

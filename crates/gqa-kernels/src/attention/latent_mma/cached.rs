@@ -1,7 +1,7 @@
 //! What rows of the cache consist of, and how products take it.
 //!
-//! Both products read 16-byte units by `ldmatrix`, which moves 16 bits at a time: an element, or two
-//! quantized values. Of the latter a lane gets, of a tile of 8 rows by one unit,
+//! Both products read 16-byte units by `ldmatrix`, which moves 16 bits at a time: an element, or
+//! two quantized values. Of the latter a lane gets, of a tile of 8 rows by one unit,
 //!
 //! ```text
 //! keys     values 4t .. 4t + 4 of row l/4                          t = l % 4
@@ -32,8 +32,8 @@ pub trait Cached {
     type Operand<T: MmaElement>: MmaElement;
     /// Cells in 16 bytes.
     const PER_UNIT: u32;
-    /// Whether operands are made of cells, and a scale and what queries were divided by multiply the
-    /// results.
+    /// Whether operands are made of cells, and a scale and what queries were divided by multiply
+    /// the results.
     const CONVERTS: bool;
     /// Right operands that a lane gets of one `ldmatrix` of four matrices.
     const OPERANDS: usize;

@@ -10,7 +10,8 @@ use crate::tile::fragment::Fragments;
 use crate::tile::rows::{Row, close};
 
 /// Finishes a lane's row: its columns of the output or of the split's result, from `column` on, and
-/// in the group's first warp the log-sum-exp. A split of which a row saw no key leaves that undefined.
+/// in the group's first warp the log-sum-exp. A split of which a row saw no key leaves that
+/// undefined.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) fn write<C: Cached, T: MmaElement, const D8: usize>(
     work: &Work<'_, T, C::Cell<T>>,
