@@ -1,5 +1,6 @@
 //! The attention algorithms.
 
+pub mod blackwell;
 pub mod combine;
 pub mod decode;
 pub mod general;

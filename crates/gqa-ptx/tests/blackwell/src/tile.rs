@@ -6,8 +6,8 @@
 //! **Tensors**: q, k and v of 128 rows of 128 elements, out the same in f32.
 //!
 //! **Shared memory**: Q, K and V, each as two chunks of 64 columns of 128-byte rows with the
-//! 128-byte swizzle; three barriers; the address of tensor memory. **Tensor memory**: 128 columns of
-//! scores, whose first 64 the weights replace, and 128 of the output.
+//! 128-byte swizzle; three barriers; the address of tensor memory. **Tensor memory**: 128 columns
+//! of scores, whose first 64 the weights replace, and 128 of the output.
 //!
 //! **Barriers**: `scored` and `done` take the commits of the two products, `weighed` an arrival of
 //! each thread that has stored its weights.
