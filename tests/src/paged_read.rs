@@ -528,8 +528,12 @@ impl Parity for PagedReadCase {
             None => Paged::new(sequences, tokens, [blocks, self.block_size, columns]),
         };
         let call = call.most_tokens(self.bound.unwrap_or(self.most_tokens()));
-        let call = call.longest(self.longest());
-        let call = if self.appends { call } else { call.appended() };
+        // A call that appends nothing may have more tokens of a sequence than it has keys.
+        let keys = self.sequences.iter().map(|[keys, _]| *keys).max().unwrap_or(0);
+        let call = match self.appends {
+            true => call.longest(self.longest()),
+            false => call.longest(keys).appended(),
+        };
         let call = if self.counts_new { call.total_lengths() } else { call };
         let call = if self.tree_mask { call.tree_mask() } else { call };
         // Rows that have scales lie side by side.

@@ -108,7 +108,8 @@ impl Paged {
     }
 
     /// A bound on the new tokens of a sequence, by which kernels are chosen and scratch memory is
-    /// sized. Not given, or 0: one sequence may have all tokens.
+    /// sized. Not given, or 0: one sequence may have all tokens. It never has more than its blocks
+    /// have rows.
     pub const fn most_tokens(self, tokens: usize) -> Self {
         Self { most_tokens: tokens, ..self }
     }
@@ -165,7 +166,9 @@ impl Paged {
     /// A sequence may then have fewer keys than tokens: `seqlens_k` is negative, or with
     /// [`total_lengths`](Self::total_lengths) less than the number of its tokens. In a causal call
     /// its first tokens have no visible key; their output is 0, and their log-sum-exp minus
-    /// infinity. In one that is not causal, and has no RoPE, they see all keys.
+    /// infinity. In one that is not causal, and has no RoPE, they see all keys. Its row of
+    /// `block_table` has blocks for as many rows as it has tokens, -1 where there are no keys:
+    /// tokens beyond that are not computed.
     pub const fn appended(self) -> Self {
         Self { appended: true, ..self }
     }
@@ -312,7 +315,7 @@ impl Paged {
             0 => self.rows_of_blocks().max(1),
             // Kernels have as many rows for a sequence's tokens.
             longest if self.consecutive => longest.max(self.most_rows()),
-            longest => longest,
+            longest => longest.max(self.most_tokens.min(self.rows_of_blocks())),
         }
     }
 }
