@@ -419,6 +419,33 @@ class Cases:
             self.near(out[mine], expected(q[mine], *seen)[0])
             self.near(cached[b], expected(padded[b], *seen)[0])
 
+    def test_more_rows_than_blocks_have(self):
+        """Of one sequence: its blocks have no room for as many keys."""
+        options = {"dtype": torch.bfloat16, "device": self.device}
+        k, v = (torch.randn(4, 16, 2, 64, **options) for _ in "kv")
+        table = torch.tensor([[2], [0]], device=self.device).int()
+        lengths = torch.tensor([9, 16], device=self.device).int()
+        own = [cache[[2, 0]] for cache in (k, v)]
+        for rows, causal in ((17, True), (40, True), (40, False)):
+            q = torch.randn(2, rows, 4, 64, **options)
+            named = {"causal": causal, "return_softmax_lse": True}
+            places = {"cache_seqlens": lengths}
+            starts = torch.tensor([0, rows, 2 * rows], device=self.device).int()
+            used = {"seqused_k": lengths, "block_table": table}
+            most = starts, None, rows, 16
+            packed = gqa.flash_attn_varlen_func(q.flatten(0, 1), k, v, *most, **used, **named)
+            results = [
+                gqa.flash_attn_with_kvcache(q, k, v, **places, block_table=table, **named),
+                gqa.flash_attn_with_kvcache(q, *own, **places, **named),
+                (packed[0].view_as(q), packed[1].view(4, 2, rows).transpose(0, 1)),
+            ]
+            for b, end in enumerate(lengths.tolist()):
+                seen = (cache[b, :end] for cache in own)
+                wanted = expected(q[b], *seen, (-1, 0 if causal else -1))
+                for out, lse in results:
+                    self.near(out[b], wanted[0])
+                    self.near_lse(lse[b], wanted[1])
+
     def test_fewer_keys_than_rows_over_blocks(self):
         """Rows are the last ones: those before all keys see none, and are 0."""
         options = {"dtype": torch.float16, "device": self.device}

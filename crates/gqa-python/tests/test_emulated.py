@@ -192,6 +192,8 @@ class Planned:
         for b, length in enumerate(tensors["seqlens_k"].tolist()):
             mine = slice(starts[b], starts[b + 1])
             q, *new = (rows[name][mine] for name in names)
+            # Kernels have as many rows for tokens as blocks have.
+            assert min(len(q), most) <= columns * size, (len(q), most, columns)
             # As kernels clamp it: what is appended has a row.
             past = max(length - (len(q) if counts_new else 0), -len(q) if no_new else 0)
             end = past + len(q)
@@ -235,6 +237,7 @@ class Planned:
             scale = tensors["k_scale"].view((*shape[:3], 1) if of_rows else (1,) * 4)
             cache = (cache.float() * scale).to(query.dtype)
         starts = [rows * b for b in range(sequences + 1)]
+        assert rows <= columns * size, (rows, columns, size)
         assert tensors["cumulative_sequence_length"].tolist() == starts
         output = tensors["output"].view(*query.shape[:2], values)
         table = tensors["block_table"].view(-1, columns)

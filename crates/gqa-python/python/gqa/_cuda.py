@@ -180,14 +180,20 @@ def latent(
     scores: Scores,
     descale: Any = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention to a latent KV cache (blocks, rows of a block, 1, size), and log-sum-exps; over
-    float8 times ``descale``."""
+    """Attention to a latent KV cache (blocks, rows of a block, KV heads, size), and log-sum-exps;
+    over float8 times ``descale``."""
     if q.dtype not in ELEMENTS:
         raise invalid("q", q.dtype, "float32, float16 or bfloat16")
     batch, rows, heads, size = q.shape
     if not isinstance(cache, torch.Tensor) or cache.device != q.device:
         got = getattr(cache, "device", type(cache).__name__)
         raise invalid("k_cache", f"a tensor on {got}", f"{q.device}, as q")
+    if cache.shape[2] > 1 and heads > 0:
+        groups = zip(q.chunk(cache.shape[2], 2), cache.split(1, 2), strict=True)
+        given = table, lengths, values, scores, descale
+        made = [latent(of_head, rows_of_head, *given) for of_head, rows_of_head in groups]
+        outputs, log_sum_exps = zip(*made, strict=True)
+        return torch.cat(outputs, 2), torch.cat(log_sum_exps, 1)
     quantized, scale = None, None
     if FORMATS.get(cache.dtype) == "float8":
         per, scale = _quantized.scale_of_rows("descale_k", descale, cache)
@@ -196,7 +202,7 @@ def latent(
         raise invalid("k_cache", cache.dtype, f"{q.dtype}, as q, or torch.float8_e4m3fn")
     elif descale is not None:
         raise invalid("descale_k", "a tensor", f"None, as k_cache is {cache.dtype}")
-    table = _table(table, q.device, batch)
+    table = _with_room(_table(table, q.device, batch), rows, cache.shape[1])
     lengths = _integers("cache_seqlens", lengths, q.device, (batch,))
     out = q.new_empty((batch, rows, heads, values))
     lse = q.new_empty((heads, batch * rows), dtype=torch.float32)
@@ -428,6 +434,15 @@ def _table(table: Any, device: torch.device, count: int) -> Tensor:
     if len(shape) != 2:
         raise invalid("block_table", shape, f"({count}, blocks of a sequence)")
     return _integers("block_table", table, device, (count, shape[1]))
+
+
+def _with_room(table: Tensor, rows: int, block_size: int) -> Tensor:
+    """A table with blocks for as many rows as a sequence has tokens, as kernels take it; those that
+    are added lead nowhere."""
+    missing = rows - table.shape[1] * block_size
+    if missing <= 0:
+        return table
+    return torch.nn.functional.pad(table, (0, -(-missing // block_size)), value=-1)
 
 
 def _starts(

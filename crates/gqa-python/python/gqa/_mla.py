@@ -36,10 +36,11 @@ def flash_mla_with_kvcache(
 ) -> tuple[Any, Any]:
     """Attention of decode steps over a paged latent KV cache, as FlashMLA has it.
 
-    ``q`` is (batch, rows, heads, size), ``k_cache`` (blocks, rows of a block, 1, size),
+    ``q`` is (batch, rows, heads, size), ``k_cache`` (blocks, rows of a block, KV heads, size),
     ``block_table`` (batch, blocks of a sequence) and ``cache_seqlens`` (batch), which counts the
     new rows; the cache has them already. The first ``head_dim_v`` elements of a row of the cache
-    are its value. With ``causal`` a row does not see the ones behind it.
+    are its value. With ``causal`` a row does not see the ones behind it. On a GPU each KV head is
+    a call of its own; models have one.
 
     On a GPU the cache may be ``float8_e4m3fn``, times ``descale_k``: a float32 tensor of one
     element, 1 where it is None, or of one for each row, (blocks, rows of a block). ``q`` has the
@@ -50,7 +51,7 @@ def flash_mla_with_kvcache(
     their own shorter heads. ``tile_scheduler_metadata`` and ``num_splits`` are ignored.
 
     Returns the output (batch, rows, heads, head_dim_v) and log-sum-exps, float32 (batch, heads,
-    rows), ``-inf`` where a row sees no key.
+    rows), ``-inf`` where a row sees no key; FlashMLA has ``inf`` there.
     """
     if is_fp8_kvcache:
         allowed = "False: a float8 k_cache has rows of its type alone, and descale_k"
@@ -77,9 +78,9 @@ def flash_mla_with_kvcache(
     if not 0 < head_dim_v <= shape[3]:
         raise invalid("head_dim_v", head_dim_v, f"1 to {shape[3]}, the size of a row of k_cache")
     cache = tuple(getattr(k_cache, "shape", ()))
-    if len(cache) != 4 or cache[2:] != (1, shape[3]):
-        got = cache or type(k_cache).__name__
-        raise invalid("k_cache", got, f"(blocks, rows of a block, 1, {shape[3]})")
+    if len(cache) != 4 or cache[3] != shape[3] or cache[2] < 1 or shape[2] % cache[2] != 0:
+        got, heads = cache or type(k_cache).__name__, f"a divisor of {shape[2]}"
+        raise invalid("k_cache", got, f"(blocks, rows of a block, {heads}, {shape[3]})")
     scale = shape[3] ** -0.5 if softmax_scale is None else _number("softmax_scale", softmax_scale)
     window = (-1, 0 if causal or shape[1] == 1 else -1)
     scores = Scores(scale, 0.0, window, None, None)
