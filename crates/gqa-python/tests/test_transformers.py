@@ -48,7 +48,7 @@ class Models(unittest.TestCase):
         torch.manual_seed(1)
 
     def model(self, name, **others):
-        config = getattr(transformers, f"{name}Config")(**SIZES, **others)
+        config = getattr(transformers, f"{name}Config")(**{**SIZES, **others})
         model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
         return model.to(self.device).eval()
 
@@ -99,6 +99,27 @@ class Models(unittest.TestCase):
         for layer in model.model.layers:
             torch.nn.init.normal_(layer.self_attn.sinks)
         self.check(model)
+
+    def test_latent_attention(self):
+        """Not absorbed: values are shorter than keys."""
+        sizes = {"num_key_value_heads": 4, "kv_lora_rank": 32, "qk_nope_head_dim": 16}
+        sizes |= {"qk_rope_head_dim": 8, "head_dim": 8, "v_head_dim": 16}
+        sizes |= {"first_k_dense_replace": 2}
+        for name, rank in (("DeepseekV3", 24), ("DeepseekV3", None), ("DeepseekV2", None)):
+            self.check(self.model(name, **sizes, q_lora_rank=rank))
+        self.check(self.model("DeepseekV3", **sizes), cache_implementation="static")
+        if self.device == "cpu" or torch.cuda.get_device_capability() == (9, 0):
+            self.assertEqual(self.warned, set())
+
+    @unittest.skipIf(release() < (5, 10), "Gemma 4 in this shape")
+    def test_gemma_4(self):
+        """Global layers with heads of 512, and local ones with heads of 256."""
+        sizes = {"num_hidden_layers": 3, "head_dim": 256, "global_head_dim": 512}
+        sizes |= {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+        sizes |= {"sliding_window": 5, "num_global_key_value_heads": 1, "attention_k_eq_v": True}
+        for others in ({}, {"attention_k_eq_v": False, "num_global_key_value_heads": None}):
+            self.check(self.model("Gemma4Text", **{**sizes, **others}))
+        self.assertEqual(self.warned, set())
 
     def test_a_position_bias(self):
         """Of an encoder and of a decoder, which has it beside its causal mask."""

@@ -100,7 +100,7 @@ def attention(
     ``position_bias``, (batch or 1, heads or 1, rows, keys), is added to scores. With
     ``cu_seq_lens_q`` and no mask sequences lie one behind the other, as in flash-attn's functions.
 
-    Gives the output, (batch, rows, heads, size), and no weights.
+    Gives the output, (batch, rows, heads, size of values), and no weights.
     """
     _check_others(others)
     if cu_seq_lens_q is not None and isinstance(others.get("cu_seq_lens_k"), dict):
@@ -224,8 +224,10 @@ def _why_not(
         return "dropout"
     if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
         return "gradients"
-    if value.shape[-1] != query.shape[-1]:
-        return "values of another head size"
+    if value.shape[-1] != query.shape[-1] and query.is_cuda:
+        # Elsewhere kernels for these have no tensor cores.
+        if torch.cuda.get_device_capability(query.device) != (9, 0):
+            return "fast kernels for values of another head size on this GPU"
     if query.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return str(query.dtype)
     known = _WITHOUT_EFFECT | {"cu_seq_lens_k", "max_length_q", "max_length_k", *_REFUSED}
