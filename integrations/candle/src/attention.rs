@@ -3,7 +3,7 @@
 use crate::error::invalid;
 use crate::rows::{check_type, contiguous};
 use candle::{DType, Device, Result, Tensor};
-use gqa_host::engine::{self, Heads, Layer};
+use gqa_host::engine::{self, Heads, LatentHeads, Layer};
 use gqa_host::plan::TensorId;
 use gqa_host::{QuantFormat, Quantization, Scales};
 
@@ -71,19 +71,31 @@ impl Rope {
 #[derive(Clone, Debug)]
 pub struct Attention {
     pub(crate) heads: Heads,
+    /// Of a layer whose values are the leading elements of its keys.
+    pub(crate) latent: Option<Latent>,
     scale: Option<f32>,
     softcap: Option<f32>,
     window: Option<usize>,
     pub(crate) rope: Option<Rope>,
-    quantized: Option<Quantized>,
+    pub(crate) quantized: Option<Quantized>,
+}
+
+/// What a latent layer has of its own.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Latent {
+    /// Leading elements of a row that are its value.
+    pub(crate) values: usize,
+    /// The first element that rotates.
+    pub(crate) rotates_from: usize,
 }
 
 /// How a KV cache is quantized, and its scales.
 #[derive(Clone, Debug)]
-struct Quantized {
+pub(crate) struct Quantized {
     how: Quantization,
     k_scale: Tensor,
-    v_scale: Tensor,
+    /// Of a layer that is not latent.
+    v_scale: Option<Tensor>,
 }
 
 impl Attention {
@@ -91,7 +103,15 @@ impl Attention {
     /// made for it.
     pub const fn new(query_heads: usize, kv_heads: usize, head_size: usize) -> Self {
         let heads = Heads { query: query_heads, kv: kv_heads, size: head_size };
-        Self { heads, scale: None, softcap: None, window: None, rope: None, quantized: None }
+        Self {
+            heads,
+            latent: None,
+            scale: None,
+            softcap: None,
+            window: None,
+            rope: None,
+            quantized: None,
+        }
     }
 
     /// The factor on q·k; 1/√head_size where it is not given.
@@ -130,14 +150,13 @@ impl Attention {
         k_scale: &Tensor,
         v_scale: &Tensor,
     ) -> Result<Self> {
-        let scales = scales_per("k_scale", k_scale, self.heads)?;
-        if scales_per("v_scale", v_scale, self.heads)? != scales {
+        let of_keys = Quantized::new("k_scale", format, k_scale, self.heads)?;
+        if scales_per("v_scale", v_scale, self.heads)? != of_keys.how.scales {
             let allowed = format!("{} elements, as k_scale", k_scale.elem_count());
             return Err(invalid("v_scale", format!("{:?}", v_scale.shape()), allowed));
         }
-        let [k_scale, v_scale] = [contiguous(k_scale)?, contiguous(v_scale)?];
-        let how = Quantization { format, scales };
-        Ok(Self { quantized: Some(Quantized { how, k_scale, v_scale }), ..self })
+        let quantized = Quantized { v_scale: Some(contiguous(v_scale)?), ..of_keys };
+        Ok(Self { quantized: Some(quantized), ..self })
     }
 
     /// The same in gqa's terms.
@@ -146,7 +165,15 @@ impl Attention {
     ///
     /// Where the element type is none of ours, or that of the rotary embedding is another.
     pub(crate) fn layer(&self, dtype: DType) -> Result<Layer> {
-        let mut layer = Layer::new(element_type("dtype", dtype)?, self.heads);
+        let element = element_type("dtype", dtype)?;
+        let mut layer = match self.latent {
+            None => Layer::new(element, self.heads),
+            Some(Latent { values, .. }) => {
+                let heads = LatentHeads { query: self.heads.query, size: self.heads.size, values };
+                // A latent layer always has a scale of its own.
+                Layer::latent(element, heads, self.scale.unwrap_or_default())
+            }
+        };
         if let Some(Quantized { how, .. }) = &self.quantized {
             layer = layer.quantized(*how);
         }
@@ -165,7 +192,8 @@ impl Attention {
             return Err(invalid("cos", format!("{:?}", cos.dtype()), allowed));
         }
         let (positions, half) = cos.dims2()?;
-        let rope = engine::Rope::new(2 * half, positions);
+        let first = self.latent.map_or(0, |latent| latent.rotates_from);
+        let rope = engine::Rope::new(2 * half, positions).offset(first);
         Ok(layer.rope(if *interleaved { rope.interleaved() } else { rope }))
     }
 }
@@ -177,13 +205,19 @@ impl Attention {
         self.heads.size / how.map_or(1, Quantization::codes_per_element)
     }
 
+    /// Elements of a head of the output.
+    pub(crate) fn value_size(&self) -> usize {
+        self.latent.map_or(self.heads.size, |latent| latent.values)
+    }
+
     /// The tensors that all calls of the layer read, and what errors call them.
     pub(crate) fn tensors(&self) -> impl Iterator<Item = (TensorId, &'static str, &Tensor)> {
         let rope = self.rope.iter().flat_map(|Rope { cos, sin, .. }| {
             [(TensorId::CosCache, "cos", cos), (TensorId::SinCache, "sin", sin)]
         });
         let scales = self.quantized.iter().flat_map(|Quantized { k_scale, v_scale, .. }| {
-            [(TensorId::KScale, "k_scale", k_scale), (TensorId::VScale, "v_scale", v_scale)]
+            let of_values = v_scale.as_ref().map(|scale| (TensorId::VScale, "v_scale", scale));
+            [(TensorId::KScale, "k_scale", k_scale)].into_iter().chain(of_values)
         });
         rope.chain(scales)
     }
@@ -208,6 +242,20 @@ impl Attention {
     }
 }
 
+impl Quantized {
+    /// With scales of keys alone.
+    pub(crate) fn new(
+        argument: &'static str,
+        format: QuantFormat,
+        scale: &Tensor,
+        heads: Heads,
+    ) -> Result<Self> {
+        let scales = scales_per(argument, scale, heads)?;
+        let how = Quantization { format, scales };
+        Ok(Self { how, k_scale: contiguous(scale)?, v_scale: None })
+    }
+}
+
 /// What each of a KV cache's scales is for.
 fn scales_per(argument: &'static str, scale: &Tensor, heads: Heads) -> Result<Scales> {
     check_type(argument, scale, DType::F32)?;
@@ -215,7 +263,10 @@ fn scales_per(argument: &'static str, scale: &Tensor, heads: Heads) -> Result<Sc
     let count = |scales: &Scales| scales.count(heads.kv, heads.size) == Some(scale.elem_count());
     let Some(scales) = kinds.into_iter().find(count) else {
         let [of_heads, of_channels] = [heads.kv, heads.kv.saturating_mul(heads.size)];
-        let allowed = format!("1, {of_heads} or {of_channels} elements");
+        let allowed = match heads.kv {
+            1 => format!("1 or {of_channels} elements"),
+            _ => format!("1, {of_heads} or {of_channels} elements"),
+        };
         return Err(invalid(argument, format!("{:?}", scale.shape()), allowed));
     };
     let numbers = scale.flatten_all()?.to_vec1::<f32>()?;

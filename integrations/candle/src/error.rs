@@ -5,8 +5,12 @@ use std::fmt::Display;
 
 /// As candle's, where sizes of heads have the names of [`Attention::new`](crate::Attention::new).
 pub(crate) fn ours(error: gqa_host::Error) -> Error {
-    const NAMES: [(&str, &str); 3] =
-        [("heads.query", "query_heads"), ("heads.kv", "kv_heads"), ("heads.size", "head_size")];
+    const NAMES: [(&str, &str); 4] = [
+        ("heads.query", "query_heads"),
+        ("heads.kv", "kv_heads"),
+        ("heads.size", "head_size"),
+        ("heads.values", "value_size"),
+    ];
     let text = error.to_string();
     Error::msg(NAMES.iter().fold(text, |text, (name, here)| text.replace(name, here)))
 }

@@ -3,6 +3,7 @@
 //! - [`KvCache`] is a layer's KV cache with room for a number of tokens. It is appended to in
 //!   place: rotary embedding, append and attention are one call, and KV heads are never repeated.
 //! - [`PagedKvCache`] is one of blocks, which sequences of any lengths share.
+//! - [`LatentKvCache`] is one of multi-head latent attention, whose rows are keys and values.
 //! - [`Attention::quantized`] makes either one of int8, float8 or 4-bit values.
 //! - [`flash`] has the functions of candle-flash-attn under their names and with their arguments.
 //!   The crate `candle-flash-attn` beside this one hands them on, so that
@@ -32,6 +33,7 @@
 //! ```
 
 mod attention;
+mod blocks;
 mod cache;
 mod cpu;
 #[cfg(feature = "cuda")]
@@ -39,6 +41,7 @@ mod cuda;
 mod device;
 mod error;
 pub mod flash;
+mod latent;
 mod paged;
 mod rows;
 mod tables;
@@ -46,6 +49,7 @@ mod tables;
 pub use attention::{Attention, Rope};
 pub use cache::KvCache;
 pub use gqa_host::QuantFormat;
+pub use latent::{LatentAttention, LatentKvCache};
 pub use paged::PagedKvCache;
 pub use tables::Sequence;
 

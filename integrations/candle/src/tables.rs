@@ -11,6 +11,11 @@ pub struct Sequence(pub(crate) u64);
 /// The most tokens that kernels count, of a sequence or of a call: in int32.
 const MOST_TOKENS: usize = i32::MAX as usize;
 
+/// A sequence of a [`PagedKvCache`](crate::PagedKvCache) or
+/// [`LatentKvCache`](crate::LatentKvCache).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Sequence(u64);
+
 /// Blocks of sequences, and those that are free.
 pub(crate) struct Tables {
     block_size: usize,

@@ -11,6 +11,7 @@ mod environment;
 mod flash;
 #[cfg(feature = "cuda")]
 mod gpu;
+mod latent;
 #[path = "../../examples/smollm2/llama.rs"]
 #[expect(dead_code, reason = "the example reads files, too")]
 mod llama;
