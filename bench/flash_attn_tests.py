@@ -11,8 +11,12 @@ is left out, and counted:
 
 - no gradients are computed: `torch.autograd.grad` gives zeros, so that what a test says of
   gradients says nothing, and tests of gradients alone do not run;
-- FlashAttention-3's loops over value head sizes and chunks of attention keep the head size of q
-  and no chunks.
+- FlashAttention-3's loops over chunks of attention have no chunks.
+
+A second query (qv), as FlashAttention-3's MLA has it, is a call of `flash_mla_with_kvcache` over
+rows of values and keys: q·k + qv·v is the product of (qv, q) and (v, k). There values of 512
+elements and keys of 64 are DeepSeek's. Its test over a KV cache runs with heads of 64 in addition,
+which have such queries.
 
 Exits with 1 if a case fails.
 """
@@ -48,11 +52,21 @@ NOT_OURS = {
     "test_flash_attn_kvcache_paged_block_table_bounds": "lengths on a GPU are not looked at",
 }
 
+# What a case with a second query does not have.
+BESIDE_QV = "local", "softcap", "new_kv", "has_leftpad", "varlen_q"
+
+
+def has_qv(case):
+    """Whether a case has a second query: over a KV cache all with heads of 64 do."""
+    return case.get("has_qv", "varlen_q" in case and case["d"] == 64)
+
+
 # Cases that do not run, by what they ask for.
 LACKING = {
     "dropout": lambda case: case.get("dropout_p", 0) > 0,
     "float8": lambda case: case.get("dtype") is torch.float8_e4m3fn,
-    "a second query (qv)": lambda case: case.get("has_qv", False),
+    "a second query (qv) with windows, softcaps or appended keys":
+        lambda case: has_qv(case) and any(case.get(name) for name in BESIDE_QV),
     "sequences shorter than their rows (seqused)": lambda case: case.get("add_unused_qkv", False),
     "a KV cache with rows of any lengths, unless it is paged and nothing is appended":
         lambda case: case.get("varlen_q", False) and (case["new_kv"] or not case["page_size"]),
@@ -90,11 +104,21 @@ class FlashAttn3:
         return {n: x for n, x in others.items() if n not in cls.HINTS and x is not None}
 
     @classmethod
-    def flash_attn_func(cls, q, k, v, **others):
-        return gqa.flash_attn_func(q, k, v, **cls.known(others))
+    def flash_attn_func(cls, q, k, v, qv=None, **others):
+        if qv is None:
+            return gqa.flash_attn_func(q, k, v, **cls.known(others))
+        lengths = torch.full((q.shape[0],), k.shape[1], dtype=torch.int32, device=q.device)
+        return latent(q, qv, k, v, lengths, None, others["causal"])[0]
 
     @classmethod
-    def flash_attn_varlen_func(cls, q, k, v, starts, key_starts, *most, **others):
+    def flash_attn_varlen_func(cls, q, k, v, starts, key_starts, *most, qv=None, **others):
+        if qv is not None:
+            # The rows of a sequence are the last ones, as its keys are.
+            rows, keys = starts.diff(), key_starts.diff()
+            queries = (in_batch(x, rows, most[0], at_end=True) for x in (q, qv))
+            cached = (in_batch(x, keys, most[1], at_end=False) for x in (k, v))
+            out = latent(*queries, *cached, keys, None, others["causal"])[0]
+            return torch.cat([out[b, most[0] - n :] for b, n in enumerate(rows.tolist())])
         others = cls.known(others)
         for name, begins in (("seqused_q", starts), ("seqused_k", key_starts)):
             used = others.pop(name, None)
@@ -102,7 +126,15 @@ class FlashAttn3:
         return gqa.flash_attn_varlen_func(q, k, v, starts, key_starts, *most, **others)
 
     @classmethod
-    def flash_attn_with_kvcache(cls, q, k_cache, v_cache, k=None, v=None, **others):
+    def flash_attn_with_kvcache(cls, q, k_cache, v_cache, k=None, v=None, qv=None, **others):
+        if qv is not None:
+            entries, table = others["cache_batch_idx"], others["page_table"]
+            if entries is not None and table is not None:
+                table = table[entries]
+            elif entries is not None:
+                k_cache, v_cache = k_cache[entries], v_cache[entries]
+            lengths = others["cache_seqlens"]
+            return latent(q, qv, k_cache, v_cache, lengths, table, others["causal"])
         others = cls.known(others)
         lengths, table = others["cache_seqlens"], others.pop("page_table", None)
         assert torch.equal(others.pop("rotary_seqlens", lengths), lengths)
@@ -126,6 +158,29 @@ class FlashAttn3:
     @staticmethod
     def get_scheduler_metadata(*numbers, **others):
         return None
+
+
+def in_batch(x, counts, most, at_end):
+    """Sequences that lie one behind the other, each in so many rows; other rows are NaN where they
+    are behind a sequence, and 0 where they are before it."""
+    out = x.new_full((len(counts), most, *x.shape[1:]), 0 if at_end else math.nan)
+    for b, (rows, n) in enumerate(zip(x.split(counts.tolist()), counts.tolist())):
+        out[b, most - n if at_end else 0 : most if at_end else n] = rows
+    return out
+
+
+def latent(q, qv, k, v, lengths, table, causal):
+    """Attention by q and qv, (batch, rows, heads, size), to k and v, (batch, keys, KV heads, size)
+    or, with a table, (blocks, rows of a block, KV heads, size)."""
+    rows = torch.cat([v, k], -1)
+    if table is None:
+        count, keys = rows.shape[:2]
+        rows = torch.nn.functional.pad(rows, (0, 0, 0, 0, 0, -keys % 64), value=math.nan)
+        rows = rows.view(-1, 64, *rows.shape[2:])
+        table = torch.arange(len(rows), dtype=torch.int32, device=q.device).view(count, -1)
+    query = torch.cat([qv, q], -1)
+    named = {"softmax_scale": query.shape[-1] ** -0.5, "causal": causal}
+    return gqa.flash_mla_with_kvcache(query, rows, table, lengths, v.shape[-1], **named)
 
 
 def stand_in(name, functions, **others):
@@ -163,9 +218,9 @@ class Loops:
 
     @staticmethod
     def product(first, second):
-        """Of sizes of values and chunks, which alone are both numbers, the last: q's, and none."""
+        """Of sizes of values and chunks, which alone are both numbers, all sizes without chunks."""
         if all(type(number) is int for number in (*first, *second)):
-            first, second = first[-1:], second[-1:]
+            second = second[-1:]
         return itertools.product(first, second)
 
 
@@ -175,9 +230,12 @@ class Cases:
     def __init__(self, test):
         marks = [mark for mark in getattr(test, "pytestmark", []) if mark.name == "parametrize"]
         self.names, self.axes = [], []
+        parameters = inspect.signature(test).parameters
         for mark in marks:
             names, values = mark.args
             names = [name.strip() for name in names.split(",")]
+            if names == ["d"] and {"new_kv", "varlen_q"} <= parameters.keys():
+                values = [*values, 64]
             self.names.append(names)
             self.axes.append([value if len(names) > 1 else (value,) for value in values])
         self.count = math.prod(map(len, self.axes))
