@@ -19,7 +19,7 @@ from libraries import torch
 from test_cuda import Cases, decoded, encoded, expected, rotated
 
 if torch is not None:
-    from gqa import _cuda, _fallback, _flash, _launch, _ops, _steps
+    from gqa import _call, _cuda, _fallback, _flash, _launch, _ops, _steps
     from poisoned import POISON, Memory, Poisoned
     from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
     from torch.utils._pytree import tree_leaves
@@ -850,8 +850,8 @@ class Emulated(Cases, unittest.TestCase):
         """torch.compile counts what is alive in the memory of its CUDA graphs."""
         q, k, v = (torch.randn(2, 1, 4, 16) for _ in "qkv")
         cache = [torch.randn(2, 32, 4, 16) for _ in "kv"]
-        scores = _flash.Scores(0.25, 0.0, (-1, 0), None, None)
-        places = _flash.Places(torch.tensor([5, 20], dtype=torch.int32), None, None, None)
+        scores = _call.Scores(0.25, 0.0, (-1, 0), None, None)
+        places = _call.Places(torch.tensor([5, 20], dtype=torch.int32), None, None, None)
 
         def alive():
             _ops.dense(q, k, v, scores, True, None)

@@ -14,7 +14,7 @@ from libraries import torch
 from test_arrays import Cases
 
 if torch is not None:
-    from gqa import _arrays, _cpu, _flash
+    from gqa import _arrays, _call, _cpu
     from test_emulated import Planned
 
 GPU = 2
@@ -231,7 +231,7 @@ class Scratch(unittest.TestCase):
 
             plan = mock.Mock(tensors=names, workspace_bytes=64, counters=2)
             plan.enqueue.side_effect = enqueue
-            scores = _flash.Scores(1.0, 0.0, (-1, 0), None, None)
+            scores = _call.Scores(1.0, 0.0, (-1, 0), None, None)
             q = mock.Mock(dtype="float16", shape=(1, 1, 4, 64))
             kept.of = replaced
             with (

@@ -19,7 +19,7 @@ from definition import attention
 from libraries import torch
 
 if torch is not None:
-    from gqa import _flash, _launch
+    from gqa import _call, _launch
     from gqa._engine import ahead, calls
 
 BACKEND = "gqa.vllm._backend"
@@ -738,8 +738,8 @@ class WhatItSays(unittest.TestCase):
             self.assertFalse(module.Impl(8, 64, 0.1, 2).batch_invariant)
 
     def test_kernels_of_batch_invariant_steps_do_not_depend_on_the_batch(self):
-        scores = _flash.Scores(0.1, 0.0, (-1, 0), None, None, True)
-        sizes = _flash.Sizes("bfloat16", 32, 8, 128, scores, False)
+        scores = _call.Scores(0.1, 0.0, (-1, 0), None, None, True)
+        sizes = _call.Sizes("bfloat16", 32, 8, 128, scores, False)
 
         def kernels(sequences, most, longest, blocks=400, rows=16):
             numbers = (blocks, rows, 512), most, longest, None, True, True, False, False
@@ -769,8 +769,8 @@ class WhatItSays(unittest.TestCase):
                     self.assertFalse([x for x in kernels if "gather" in x], kernels)
 
     def kernels(self, rows, heads, kv_heads):
-        scores = _flash.Scores(0.1, 0.0, (-1, 0), None, None)
-        sizes = _flash.Sizes("bfloat16", heads, kv_heads, 128, scores, False)
+        scores = _call.Scores(0.1, 0.0, (-1, 0), None, None)
+        sizes = _call.Sizes("bfloat16", heads, kv_heads, 128, scores, False)
         strides = rows * kv_heads * 256, kv_heads * 256, 256
         call = emulated._gqa.Call.paged(
             sizes, 4, 800, (100, rows, 40), 300, 600, None, True, True, False, False, None, None,

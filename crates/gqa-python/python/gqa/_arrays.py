@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, NoReturn, Optional
 import numpy as np
 
 from gqa import _cpu, _gqa, _strides
+from gqa._call import Places, Scores, Sizes, block_size
 from gqa._errors import invalid, mistyped
-from gqa._flash import Places, Scores, Sizes, block_size
 from gqa._gqa import GpuArray
 
 # As DLPack counts streams.

@@ -14,7 +14,7 @@ from gqa._errors import invalid, mistyped
 from gqa._types import Array
 
 if TYPE_CHECKING:
-    from gqa._flash import Places, Scores
+    from gqa._call import Places, Scores
 
 
 class _Turning(NamedTuple):

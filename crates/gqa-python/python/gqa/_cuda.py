@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from gqa import _fallback, _gqa, _launch, _quantized, _steps, _strides
+from gqa._call import Metadata, Places, Scores, Step, block_size, shape_of
 from gqa._cpu import check_in_memory, no_invariance
 from gqa._errors import invalid, mistyped
-from gqa._flash import Metadata, Places, Scores, Step, _shape, block_size
 from gqa._launch import (
     ELEMENTS,
     Planned,
@@ -430,7 +430,7 @@ def _tensor(name: str, given: Any) -> Tensor:
 
 
 def _table(table: Any, device: torch.device, count: int) -> Tensor:
-    shape = _shape("block_table", table)
+    shape = shape_of("block_table", table)
     if len(shape) != 2:
         raise invalid("block_table", shape, f"({count}, blocks of a sequence)")
     return _integers("block_table", table, device, (count, shape[1]))
@@ -450,7 +450,7 @@ def _starts(
 ) -> tuple[tuple[Tensor, Any], Tensor | None, tuple[int, int]]:
     """cu_seqlens of rows and keys, or the numbers of keys, on the GPU, and bounds of the longest
     sequence's."""
-    shape = _shape("cu_seqlens_q", starts[0])
+    shape = shape_of("cu_seqlens_q", starts[0])
     if len(shape) != 1 or shape[0] < 1:
         raise invalid("cu_seqlens_q", shape, "(sequences + 1,)")
     if shape[0] == 1:

@@ -3,9 +3,10 @@
 import operator
 from collections.abc import Iterable, Sequence
 from types import ModuleType
-from typing import Any, NamedTuple, SupportsIndex
+from typing import Any, SupportsIndex
 
 from gqa import _cpu
+from gqa._call import Metadata, Places, Scores, shape_of
 from gqa._errors import invalid, mistyped
 from gqa._types import Array, Integers, Number, Window
 
@@ -13,61 +14,6 @@ _MOST_KEYS = 2**31 - 1
 _MOST_DRAFTS = 64
 # Powers of two that float32 has.
 _LEAST, _MOST = 2.0**-126, 2.0**127
-
-
-class Scores(NamedTuple):
-    """What becomes of scores."""
-
-    scale: float
-    softcap: float
-    window: tuple[int, int]
-    # Arrays, or None.
-    slopes: Any
-    sinks: Any
-    # Whether a sequence's bits must not depend on the others.
-    batch_invariant: bool = False
-
-
-class Sizes(NamedTuple):
-    """What the tensors of a call on a GPU have in common."""
-
-    dtype: str
-    heads: int
-    kv_heads: int
-    size: int
-    scores: Scores
-    sinks: bool
-
-
-class Places(NamedTuple):
-    """Where sequences are in a KV cache."""
-
-    # Numbers, sequences or arrays of numbers, or None.
-    lengths: Any
-    entries: Any
-    first: Any
-    # An array, or None.
-    table: Any
-
-
-class Metadata(NamedTuple):
-    """What get_scheduler_metadata is told of a step."""
-
-    batch: int
-    # Most rows and keys of a sequence.
-    rows: int
-    keys: int
-    heads: int
-    kv_heads: int
-    size: int
-    block_size: int
-    # Whether calls append their rows' keys.
-    appends: bool
-    scores: Scores
-
-
-# What tells a call on a GPU from others, and its tensors.
-Step = tuple[Any, tuple[Any, ...]]
 
 
 def _backend(q: Any) -> ModuleType:
@@ -109,12 +55,6 @@ def backend(q: Any) -> ModuleType:
 
         return _arrays
     raise invalid("q", f"a tensor on {device}", "one on the CPU or an NVIDIA GPU")
-
-
-def block_size(capacity: int) -> int:
-    """Rows of a block where a sequence's capacity is cut into blocks that kernels read in place."""
-    size = min(capacity & -capacity, 256)
-    return size if size >= 16 else capacity
 
 
 def _scores(
@@ -167,14 +107,6 @@ def flag(name: str, given: Any) -> bool:
     raise mistyped(name, repr(given), "True or False")
 
 
-def _shape(name: str, tensor: object) -> tuple[int, ...]:
-    shape = getattr(tensor, "shape", None)
-    if shape is None:
-        allowed = "an array with __dlpack__: of numpy, torch, jax"
-        raise mistyped(name, type(tensor).__name__, allowed)
-    return tuple(shape)
-
-
 def _wants_lse(return_softmax_lse: Any, return_attn_probs: Any) -> bool:
     wants_probs = flag("return_attn_probs", return_attn_probs)
     return flag("return_softmax_lse", return_softmax_lse) or wants_probs
@@ -183,7 +115,7 @@ def _wants_lse(return_softmax_lse: Any, return_attn_probs: Any) -> bool:
 def _check(dimensions: int, **tensors: Any) -> None:
     """Raises unless the first tensor has so many dimensions and no tensor requires a gradient."""
     name, tensor = next(iter(tensors.items()))
-    shape = _shape(name, tensor)
+    shape = shape_of(name, tensor)
     if len(shape) != dimensions or shape[-1] == 0:
         allowed = f"{dimensions} dimensions, of which the last is 1 or more"
         raise invalid(name, shape, allowed)
@@ -544,8 +476,8 @@ def _output(out: Any, read: dict[str, Any], v: Any = None) -> dict[str, Any]:
     q = read["q"]
     if _cpu._is_torch(q) and not _cpu._is_torch(out):
         raise mistyped("out", type(out).__name__, "a tensor of torch's, as q")
-    shape, wanted = _shape("out", out), _shape("q", q)
-    wanted = wanted if v is None else (*wanted[:-1], *_shape("v", v)[-1:])
+    shape, wanted = shape_of("out", out), shape_of("q", q)
+    wanted = wanted if v is None else (*wanted[:-1], *shape_of("v", v)[-1:])
     if shape != wanted or str(out.dtype) != str(q.dtype):
         raise invalid("out", f"{out.dtype} {shape}", f"{q.dtype} {wanted}, as q")
     if _cpu._is_torch(q) and out.device != q.device:
@@ -607,7 +539,7 @@ def merge_states(outputs: Iterable[Array], log_sum_exps: Iterable[Array]) -> Any
     if not outputs or len(outputs) != len(log_sum_exps):
         got = f"{len(outputs)} outputs and {len(log_sum_exps)} log-sum-exps"
         raise invalid("outputs, log_sum_exps", got, "as many of both, 1 or more")
-    shape = _shape("outputs", outputs[0])
+    shape = shape_of("outputs", outputs[0])
     if len(shape) not in (3, 4):
         raise invalid("outputs", shape, "(batch, rows, heads, size) or (rows, heads, size)")
     *batch, rows, heads, _ = shape
@@ -617,8 +549,8 @@ def merge_states(outputs: Iterable[Array], log_sum_exps: Iterable[Array]) -> Any
     )
     for name, arrays, expected in of_each:
         for array in arrays:
-            if _shape(name, array) != expected:
-                raise invalid(name, _shape(name, array), expected)
+            if shape_of(name, array) != expected:
+                raise invalid(name, shape_of(name, array), expected)
     return _backend(outputs[0]).merge(outputs, log_sum_exps)
 
 

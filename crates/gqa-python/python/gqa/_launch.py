@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from gqa import _gqa
+from gqa._call import Scores, Sizes
 from gqa._cpu import plain
-from gqa._flash import Scores, Sizes
 
 ELEMENTS = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 _MOST_PLANS = 4096

@@ -2,8 +2,9 @@
 
 from typing import Any, Optional
 
+from gqa._call import Places, Scores
 from gqa._errors import invalid, mistyped
-from gqa._flash import Places, Scores, backend
+from gqa._flash import backend
 
 _SPARSE = "None: sparse attention is not supported"
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from gqa import _fallback, _flash, _launch
+from gqa._call import Places, Scores
 from gqa._cpu import no_invariance
 
 merge = _fallback.merge
@@ -20,7 +21,7 @@ def dense(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    scores: _flash.Scores,
+    scores: Scores,
     want_lse: bool,
     mask: Tensor | None,
     out: Tensor | None = None,
@@ -37,7 +38,7 @@ def varlen(
     used: Tensor | None,
     most: tuple[int | None, int | None],
     table: Tensor | None,
-    scores: _flash.Scores,
+    scores: Scores,
     want_lse: bool,
     descales: tuple[Tensor | None, Tensor | None] = (None, None),
     out: Tensor | None = None,
@@ -52,8 +53,8 @@ def with_kvcache(
     cache: tuple[Tensor, Tensor],
     new: tuple[Tensor, Tensor] | None,
     rope: tuple[Tensor, Tensor, bool] | None,
-    places: _flash.Places,
-    scores: _flash.Scores,
+    places: Places,
+    scores: Scores,
     want_lse: bool,
     tree: Tensor | None = None,
     descales: tuple[Tensor | None, Tensor | None] = (None, None),
@@ -71,7 +72,7 @@ def with_kvcache(
     return _fallback.put(out, result), lse if want_lse else None
 
 
-def _flat(scores: _flash.Scores) -> tuple[Any, ...]:
+def _flat(scores: Scores) -> tuple[Any, ...]:
     return scores.scale, scores.softcap, *scores.window, scores.slopes, scores.sinks
 
 
@@ -104,7 +105,7 @@ def _dense(
     want_lse: bool,
     mask: Optional[Tensor],
 ) -> Tuple[Tensor, Tensor]:
-    scores = _flash.Scores(scale, softcap, (left, right), slopes, sinks)
+    scores = Scores(scale, softcap, (left, right), slopes, sinks)
     return _computed("dense", q, k, v, scores, want_lse, mask)
 
 
@@ -135,7 +136,7 @@ def _varlen(
     v_descale: Optional[Tensor],
     want_lse: bool,
 ) -> Tuple[Tensor, Tensor]:
-    scores = _flash.Scores(scale, softcap, (left, right), slopes, sinks)
+    scores = Scores(scale, softcap, (left, right), slopes, sinks)
     starts, most = (q_starts, k_starts), (most_rows, most_keys)
     arguments = k, v, starts, used, most, table, scores, want_lse
     return _computed("varlen", q, *arguments, **_flash.descales(k_descale, v_descale))
@@ -173,10 +174,10 @@ def _with_kvcache(
     v_descale: Optional[Tensor],
     want_lse: bool,
 ) -> Tuple[Tensor, Tensor]:
-    scores = _flash.Scores(scale, softcap, (left, right), slopes, sinks)
+    scores = Scores(scale, softcap, (left, right), slopes, sinks)
     new = None if k is None else (k, v)
     rope = None if cos is None else (cos, sin, interleaved)
-    places = _flash.Places(lengths, entries, first, table)
+    places = Places(lengths, entries, first, table)
     cache = k_cache, v_cache
     arguments = cache, new, rope, places, scores, want_lse
     others = {} if tree is None else {"tree": tree}

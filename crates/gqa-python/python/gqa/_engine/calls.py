@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gqa import _cuda, _launch
-from gqa._flash import Scores
+from gqa._call import Scores
 from gqa._launch import Planned, plan, plan_for_graph
 from gqa._quantized import Cache
 

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from gqa import _cuda
+from gqa._call import Scores
 from gqa._engine import ahead
 from gqa._engine.calls import Call, part_of
 from gqa._errors import invalid
-from gqa._flash import Scores
 from gqa._launch import plan, plan_for_graph
 
 # Of the call for which kernels are compiled ahead: enough keys for splits, and enough rows.

@@ -5,8 +5,8 @@ from typing import Any, Optional
 from torch import Tensor
 
 from gqa import _quantized
+from gqa._call import Scores
 from gqa._engine.calls import Halves, halves_of
-from gqa._flash import Scores
 from gqa._quantized import Cache
 from gqa.sglang._checks import check_buffer, check_layer
 

@@ -22,6 +22,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.attention.backends.utils import get_kv_cache_layout
 
 from gqa import _cuda, _launch, _quantized, flash_attn_varlen_func
+from gqa._call import Scores
 from gqa._engine import ahead
 from gqa._engine.calls import (
     Call,
@@ -34,7 +35,6 @@ from gqa._engine.calls import (
     prepared,
 )
 from gqa._errors import invalid
-from gqa._flash import Scores
 from gqa._quantized import Cache
 from gqa.vllm import _context
 from gqa.vllm._step import Step

@@ -25,9 +25,9 @@ from vllm.v1.attention.backends.mla.prefill.registry import (
 )
 
 from gqa import _cuda, _launch
+from gqa._call import Scores
 from gqa._engine import latent
 from gqa._errors import invalid
-from gqa._flash import Scores
 from gqa.vllm import name
 from gqa.vllm._prefill import Prefill, fits
 
