@@ -15,7 +15,7 @@ pub fn cargo() -> Command {
 /// Integrations that are not built or tested with the workspace.
 const EXCLUDED: [&str; 4] = ["--exclude", "gqa-ort", "--exclude", "gqa-python"];
 
-/// A command of the cargo that runs this, over all crates but those of integrations.
+/// A command of that cargo over all crates except the integrations.
 pub fn over_workspace(words: &[&str]) -> Command {
     let mut command = cargo();
     command.args(words).arg("--workspace").args(EXCLUDED);

@@ -58,7 +58,7 @@ fn shipped() -> Result<String> {
     Ok(state(manifest.modules.len(), &missing, &stale))
 }
 
-/// The state of some modules, of which these are missing or compiled from another source.
+/// Says which modules are missing or were compiled from another source.
 fn state(modules: usize, missing: &[String], stale: &[String]) -> String {
     let named = [("MISSING", missing), ("STALE, compiled from another source", stale)];
     let wrong: Vec<_> = named

@@ -65,7 +65,7 @@ mod tests {
     use super::*;
     use std::fs;
 
-    /// The lists of this crate, and those of the crate that installs CUDA tools.
+    /// The requirement lists of this crate and of gqa-ptx, which installs CUDA tools.
     fn lists() -> Vec<PathBuf> {
         let folders = [place::requirements(), place::root().join("crates/gqa-ptx/requirements")];
         let files = folders.iter().flat_map(|folder| fs::read_dir(folder).unwrap());

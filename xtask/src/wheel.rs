@@ -49,7 +49,8 @@ impl Package {
     }
 }
 
-/// Makes the wheels of these packages, or of all where none is named; those of others stay.
+/// Makes the wheels of these packages, or of all if none is named. Wheels of other packages are not
+/// touched.
 pub fn run(which: &[Package]) -> Result<()> {
     let dist = place::root().join("dist");
     fs::create_dir_all(&dist)?;

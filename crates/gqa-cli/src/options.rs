@@ -1,4 +1,4 @@
-//! Options of the command line: which numbers they take, and how a mistake in one is told.
+//! Options of the command line: the numbers that they take, and messages for wrong ones.
 
 use std::error::Error;
 use std::fmt::Display;

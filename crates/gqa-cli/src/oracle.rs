@@ -89,7 +89,7 @@ struct Place {
     row: usize,
 }
 
-/// What the reference is asked about.
+/// A row that the reference computes.
 struct Operands<'a> {
     query: &'a Tensor,
     key: &'a Tensor,
@@ -136,8 +136,8 @@ impl Computed<'_> {
         Ok(sampled)
     }
 
-    /// The first query row of which all keys are still there: those of a rolling KV cache may be
-    /// gone.
+    /// The first query row whose keys are all still in the cache: a rolling KV cache may have
+    /// evicted some.
     fn first_checkable(&self) -> usize {
         let seen_before = self.problem.window.map_or(0, |window| window - 1);
         let first = if self.first_cached() == 0 { 0 } else { self.first_cached() + seen_before };
@@ -245,7 +245,7 @@ impl Computed<'_> {
         Ok(block * pages.block_size + row % pages.block_size)
     }
 
-    /// Shape of so many rows of one head's cache.
+    /// Shape of `rows` rows of one head's cache.
     fn cache_shape(&self, rows: usize) -> [usize; 4] {
         let [.., width] = self.problem.key_cache_shape(rows);
         [1, 1, rows, width]

@@ -1,5 +1,5 @@
-//! `gqa selftest`: whether the kernels are right on this machine, and how fast they are. For users
-//! of GPUs that the project has not run on, who can attach the report to an issue.
+//! `gqa selftest`: whether the kernels are right on this machine, and how fast they are. Users of
+//! GPUs that the project has not run on can attach the report to an issue.
 
 mod calls;
 

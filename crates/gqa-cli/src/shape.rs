@@ -481,8 +481,8 @@ impl Shape {
         Ok(if self.layer.tree_mask { problem.with_tree_mask()? } else { problem })
     }
 
-    /// The validated call over blocks with that many tokens of all sequences together, of which the
-    /// longest has `query_length`.
+    /// The validated call over a paged KV cache. All sequences together have `tokens` tokens, the
+    /// longest one `query_length`.
     pub fn ragged_problem(&self, tokens: usize) -> Result<Problem> {
         let most = self.batch * self.query_length;
         let block_size = match self.layer.block_size {

@@ -99,9 +99,9 @@ fn code(error: &Error) -> OrtErrorCode {
     }
 }
 
-/// Runs what ONNX Runtime asks for. Neither an error nor a panic leaves it other than as a status.
+/// Runs a callback of ONNX Runtime. Errors and panics become a status.
 pub fn guarded(api: Api, run: impl FnOnce() -> Result<(), Failure>) -> OrtStatusPtr {
-    // What a panic leaves behind is not used any more: a kernel has nothing that a call changes.
+    // After a panic nothing inconsistent is used: a call does not change its kernel.
     match catch_unwind(AssertUnwindSafe(run)) {
         Ok(Ok(())) => OrtStatusPtr(ptr::null_mut()),
         Ok(Err(failure)) => api.status(failure),

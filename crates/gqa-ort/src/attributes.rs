@@ -82,12 +82,13 @@ impl Node {
         Ok(bytes > 1)
     }
 
-    /// The attribute, whatever its type. ONNX Runtime gives a value only to who asks for its type.
+    /// The attribute, whatever its type. ONNX Runtime returns a value only if the caller names its
+    /// type.
     fn attribute(self, name: &CStr) -> Option<Attribute> {
         let (api, table, name) = (self.api, self.api.table(), name.as_ptr());
         let (mut int, mut float, mut size) = (0, 0.0, 0);
-        // SAFETY: the node is ONNX Runtime's, names end with a zero, and the results have room:
-        // that of a string as much as the first call asks for
+        // SAFETY: the node is ONNX Runtime's, names are zero-terminated, and the result buffers are
+        // large enough: for a string as large as the first call says
         unsafe {
             if api.succeeds((table.KernelInfoGetAttribute_int64)(self.info, name, &mut int)) {
                 return Some(Attribute::Int(int));

@@ -56,7 +56,7 @@ impl Cuda {
         let queue = self.queue(context.stream()?)?;
         let loaded = self.gpu.loaded(problem, &queue.stream)?;
         let plan = loaded.plan();
-        // The plan's problem may have rounded lengths, but its tensors are those of the call.
+        // The plan's problem may have rounded lengths, so the shapes come from the call.
         let spares = Spares::of(plan, made);
         let bytes = spares.bytes + plan.workspace_bytes();
         let scratch = self.allocator.scratch(context, bytes)?;
@@ -139,8 +139,8 @@ struct Queue {
     counters: Mutex<Counters>,
 }
 
-/// Counters of a stream, which kernels leave zero. Those that became too few stay as long as the
-/// stream: kernels may still use them.
+/// Counters of a stream; kernels reset them to zero. Replaced smaller buffers live as long as the
+/// stream, because kernels may still use them.
 #[derive(Default)]
 struct Counters(Vec<(DeviceTensor, usize)>);
 
@@ -202,7 +202,7 @@ impl Queue {
 }
 
 impl Counters {
-    /// The address of so many counters or more; 0 where none are needed.
+    /// The address of at least `count` counters; 0 if none are needed.
     fn at_least(&mut self, wanted: usize, device: &Device, stream: &Stream) -> Result<u64, Error> {
         if wanted == 0 {
             return Ok(0);

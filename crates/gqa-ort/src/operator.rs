@@ -173,7 +173,7 @@ unsafe extern "system" fn input_memory(op: *const OrtCustomOp, index: usize) -> 
 unsafe extern "system" fn caches(inputs: *mut *mut c_int, outputs: *mut *mut c_int) -> usize {
     static INPUTS: [c_int; 2] = [3, 4];
     static OUTPUTS: [c_int; 2] = [1, 2];
-    // SAFETY: ONNX Runtime has room for the pointers, and only reads what is there
+    // SAFETY: ONNX Runtime's array has room for the pointers, and it only reads what they point to
     unsafe {
         *inputs = INPUTS.as_ptr().cast_mut();
         *outputs = OUTPUTS.as_ptr().cast_mut();

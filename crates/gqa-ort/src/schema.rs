@@ -1,4 +1,4 @@
-//! What ONNX Runtime asks about the inputs and outputs of an operator, and its attributes.
+//! What ONNX Runtime needs to know of an operator: inputs, outputs and attributes.
 
 use gqa_host::DType;
 use gqa_host::plan::TensorId;

@@ -1,4 +1,4 @@
-//! ONNX Runtime's threads compute our calls: those of the session, as many as it was given.
+//! Calls are computed by the threads of the ONNX Runtime session.
 
 use crate::value::Context;
 use gqa_host::backend::cpu::Executor;

@@ -237,7 +237,7 @@ impl Context {
         self.api.check(unsafe { run(self.context, function, count, 0, data) })
     }
 
-    /// Input number `index`, of those that there are; `None` where the node has none there.
+    /// Input number `index`; `None` if the node does not have it.
     pub fn input(self, index: usize, name: &'static str) -> Result<Option<Value>, Failure> {
         let (get, mut value) = (self.api.table().KernelContext_GetInput, ptr::null());
         // SAFETY: the call runs, and the result has room

@@ -47,7 +47,7 @@ pub(crate) fn apart(ptx: &str) -> (&str, Vec<(&str, &str)>) {
     (header, texts.collect())
 }
 
-/// Whole PTX texts for that GPU, such as `sm_80`, among those that stand one behind the other.
+/// The whole PTX texts for a target such as `sm_80` in a concatenation of texts.
 pub(crate) fn sections<'a>(texts: &'a str, arch: &str) -> impl Iterator<Item = &'a str> {
     const BEGIN: &str = ".version ";
     let starts: Vec<_> = texts
@@ -63,7 +63,7 @@ pub(crate) fn sections<'a>(texts: &'a str, arch: &str) -> impl Iterator<Item = &
     starts.into_iter().zip(ends).map(|(start, end)| &texts[start..end]).filter(is_for)
 }
 
-/// Of whole PTX texts, one behind the other, the one for that GPU that has the kernel.
+/// In a concatenation of whole PTX texts, the one for that target that contains the kernel.
 pub fn section<'a>(texts: &'a str, arch: &str, kernel: &str) -> Option<&'a str> {
     let entry = format!(".entry {kernel}(");
     sections(texts, arch).find(|text| text.contains(&entry))

@@ -191,8 +191,8 @@ ldmatrix! {
     ldmatrix_x2_trans = 2, true;
 }
 
-/// Transposes an 8×8 matrix of 16-bit elements, of which a lane has two neighbours of row
-/// `lane / 4` before and after.
+/// Transposes an 8×8 matrix of 16-bit elements. Before and after, a lane has two adjacent elements
+/// of row `lane / 4`.
 #[track_caller]
 #[inline(always)]
 pub fn movmatrix_trans(matrix: u32) -> u32 {
@@ -214,8 +214,8 @@ pub fn mma_m16n8k16_bf16(d: &mut [f32; 4], a: [u32; 4], b: [u32; 2]) {
     mma(Collective::Product(Product::Bf16), d, a, b);
 }
 
-/// `d += a · b` for a 16×8 and an 8×8 tile of float32, of which sign, exponent and the upper 10
-/// bits of the significand count (TF32); fragments as PTX defines them.
+/// `d += a · b` for a 16×8 and an 8×8 tile of float32, as TF32: only sign, exponent and the upper
+/// 10 bits of the significand count; fragments as PTX defines them.
 #[track_caller]
 #[inline(always)]
 pub fn mma_m16n8k8_tf32(d: &mut [f32; 4], a: [u32; 4], b: [u32; 2]) {

@@ -9,8 +9,8 @@ use half::{bf16, f16};
 /// One row per element type: its variant, and the type.
 macro_rules! views {
     ($($(#[$doc:meta])* $variant:ident($t:ty);)*) => {
-        /// The elements of an input tensor, of the problem's type. Their number is the tensor's, or
-        /// as many as its strides reach if the problem has strides.
+        /// The elements of an input tensor, of the problem's type. As many as the tensor has, or if
+        /// the problem has strides, as many as these reach.
         ///
         /// ```
         /// use gqa_tensor::{DType, TensorView};

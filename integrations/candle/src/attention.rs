@@ -222,8 +222,8 @@ impl Attention {
         rope.chain(scales)
     }
 
-    /// Errs unless the rotary embedding has so many positions, and all the layer's tensors are on
-    /// that device.
+    /// Errs unless the rotary embedding has `positions` positions, and all of the layer's tensors
+    /// are on the device.
     pub(crate) fn check_tensors(&self, positions: usize, device: &Device) -> Result<()> {
         let rows = self.rope.as_ref().map_or(Ok(positions), |rope| rope.cos.dim(0))?;
         if rows < positions {

@@ -37,7 +37,7 @@ impl Blocks {
         dtype: DType,
         device: &Device,
     ) -> Result<Self> {
-        // What is wrong with the layer is told now, by a call that any cache would take.
+        // Checks the layer now, with a call that every cache allows.
         let layer = attention.layer(dtype)?;
         layer.paged(Paged::decode(1, [count, block_size, 1])).map_err(ours)?;
         attention.check_tensors(0, device)?;

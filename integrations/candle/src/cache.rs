@@ -56,7 +56,7 @@ impl KvCache {
         dtype: DType,
         device: &Device,
     ) -> Result<Self> {
-        // What is wrong with the layer is told now, by a call that any cache would take.
+        // Checks the layer now, with a call that every cache allows.
         let layer = attention.layer(dtype)?;
         attention.check_tensors(capacity, device)?;
         layer.dense(Dense::decode(batch, capacity)).map_err(ours)?;
@@ -137,7 +137,7 @@ impl KvCache {
         }
     }
 
-    /// Appends and attends; of `rows` rows of each sequence so many are tokens.
+    /// Appends and attends. `tokens` says how many of each sequence's `rows` rows are tokens.
     fn run(&mut self, tensors: [&Tensor; 3], rows: usize, tokens: &[usize]) -> Result<Tensor> {
         let heads = self.attention.heads;
         let names = ["query", "key", "value"];

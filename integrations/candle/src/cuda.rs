@@ -48,8 +48,8 @@ fn name(plan: &Arc<Plan>) -> usize {
 }
 
 thread_local! {
-    /// Those of this thread. They are not shared with others: the streams that candle's devices
-    /// have by default run the calls of each thread on their own, under the same name.
+    /// Loaded plans of this thread. Threads do not share them: candle's default stream is a
+    /// different stream in each thread.
     static GPUS: RefCell<Vec<Rc<Gpu>>> = const { RefCell::new(Vec::new()) };
 }
 
@@ -262,7 +262,7 @@ impl<'a> Pointer<'a> {
         Self { address: pointer + (first * size_of::<T>()) as u64, _used: used }
     }
 
-    /// The first element of a tensor that is written; those of a quantized KV cache are bytes.
+    /// The address of a tensor that is written; a quantized KV cache has elements of one byte.
     pub(crate) fn written(
         argument: &'static str,
         storage: &'a mut CudaStorage,

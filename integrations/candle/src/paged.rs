@@ -5,9 +5,9 @@ use crate::blocks::Blocks;
 use crate::tables::Sequence;
 use candle::{DType, Device, Result, Tensor};
 
-/// A layer's keys, rotated, and values in blocks of rows. Sequences take blocks as they grow, and
-/// give them back when they end, so that memory is for tokens that there are. A call takes new
-/// tokens of any of them, as many of each as there are: decode steps and prompts together.
+/// A layer's keys, rotated, and values in blocks of rows. Sequences allocate blocks as they grow,
+/// and free them when they end. A call takes any number of new tokens of any sequences: decode
+/// steps and prompts together.
 ///
 /// ```
 /// # use candle::{DType, Device, Result, Tensor};
@@ -29,8 +29,8 @@ use candle::{DType, Device, Result, Tensor};
 pub struct PagedKvCache(Blocks);
 
 impl PagedKvCache {
-    /// Empty, with so many blocks of `block_size` rows each. Blocks of a power of two of 16 rows or
-    /// more are read in place on every device.
+    /// An empty cache of `blocks` blocks of `block_size` rows each. Blocks of a power of two of 16
+    /// rows or more are read in place on every device.
     ///
     /// # Errors
     ///
@@ -66,12 +66,12 @@ impl PagedKvCache {
         self.0.tables.free()
     }
 
-    /// Appends keys and values of new tokens, so many of each sequence of `batch`, and lets their
-    /// queries attend to all of their sequence up to themselves.
+    /// Appends the keys and values of new tokens; `batch` lists the sequences with their numbers of
+    /// new tokens. Each query attends to its sequence up to its own token.
     ///
-    /// The tokens of the sequences lie one behind the other: `query` has shape
-    /// (tokens, query heads, size), `key` and `value` (tokens, KV heads, size), none of them
-    /// rotated. Returns a tensor of the shape of `query`.
+    /// The tokens of the sequences are packed: `query` has shape (tokens, query heads, size), `key`
+    /// and `value` (tokens, KV heads, size), none of them rotated. Returns a tensor of the shape of
+    /// `query`.
     ///
     /// # Errors
     ///

@@ -31,7 +31,7 @@ struct Rows {
     length: usize,
 }
 
-/// What a call makes of the sequences that it is of, and what kernels are told of them.
+/// The sequences of a call after it, and the tensors that describe them to kernels.
 pub(crate) struct Grown {
     sequences: Vec<(Sequence, Rows)>,
     /// Blocks that are free afterwards.
@@ -82,7 +82,7 @@ impl Tables {
         self.free.len()
     }
 
-    /// The sequences of a call with so many new tokens of each, none longer than `positions`.
+    /// The sequences of a call after their new tokens, none longer than `positions`.
     pub(crate) fn grown(
         &self,
         batch: &[(Sequence, usize)],

@@ -34,7 +34,7 @@ pub struct Ceilings {
 }
 
 impl Ceilings {
-    /// Measurements of which the best counts, at most: a ceiling is what can be had.
+    /// Most repetitions of a measurement. The best one counts, because a ceiling is an upper bound.
     pub const MOST_TRIES: u64 = 7;
 
     /// Operations per second on that element type.

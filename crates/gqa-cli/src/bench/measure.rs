@@ -102,7 +102,7 @@ fn on_gpu(gpu: &Gpu, problem: &Problem, tensors: &mut Tensors, runs: usize) -> R
     Ok(Measured { seconds, cpu_seconds, sets: calls.len(), kernels: kernels(&plan) })
 }
 
-/// The call on so many sets of buffers that none finds its inputs in the L2 cache.
+/// The call on enough sets of buffers that no call finds its inputs in the L2 cache.
 pub fn cold_calls(gpu: &Gpu, plan: &Arc<Plan>, tensors: &Tensors) -> Result<Vec<Arc<Call>>> {
     let bytes: usize = plan.tensors().iter().map(|(_, spec)| spec.bytes()).sum();
     let cold = (4.0 * gpu.device.info().l2_bytes as f64 / bytes as f64).ceil();

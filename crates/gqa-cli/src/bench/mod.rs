@@ -183,8 +183,8 @@ pub fn run(mode: &Mode) -> Result<ExitCode> {
     Ok(report.exit_code())
 }
 
-/// Of a GPU, with what the peers' run measured, or of the CPU, where so many timed runs are asked
-/// for. A back end that plays or defines has no roofline.
+/// The roofline of a GPU, including what the peers' run measured, or of the CPU if enough timed
+/// runs are requested. The simulator and the reference have none.
 fn ceilings(machine: &Machine, runs: u64, peers: Option<&Peers>) -> Result<Option<Ceilings>> {
     let tries = runs.min(Ceilings::MOST_TRIES);
     let mut ceilings = match machine {

@@ -96,7 +96,7 @@ impl Schedule {
         Ok(Some(Self { lengths, division, places }))
     }
 
-    /// Key tiles of the place that has most, over those of all in the mean.
+    /// Most key tiles of a slot, divided by the mean over all slots.
     fn busiest_over_mean(&self) -> f64 {
         let tiles = self.places.iter().map(|place| place.tiles);
         let mean = f64::from(tiles.clone().sum::<u32>()) / self.places.len() as f64;
@@ -152,8 +152,8 @@ impl Schedule {
         text
     }
 
-    /// A place's parts as letters of their sequences, where the longest has so many tiles. A part
-    /// begins in upper case.
+    /// The parts of a slot, drawn as letters of their sequences and scaled to the longest slot. A
+    /// part begins in upper case.
     fn bar(&self, place: &Place, most: u32) -> String {
         let column = |tiles: u32| tiles as usize * COLUMNS / most as usize;
         let (mut bar, mut tiles) = (String::new(), 0);

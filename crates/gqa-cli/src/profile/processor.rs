@@ -18,7 +18,7 @@ pub struct Processor {
     plan: Cost,
     /// To put it into the stream launch by launch.
     enqueue: Cost,
-    /// By a recording, on other memory than the last time where there are several sets of buffers.
+    /// Enqueued through a recording, with the next set of buffers if there are several.
     recorded: Cost,
     /// By a graph of the call's own.
     graph: Cost,

@@ -22,8 +22,8 @@ pub(super) struct Mbarrier {
     initialised: Stamp,
     /// Threads that see this access, and TMA, may use the barrier as initialised.
     fenced: Option<Stamp>,
-    /// The TMA's writes that complete here, as an agent of the vector clocks: those of phase n have
-    /// time n.
+    /// TMA writes that complete here, as an agent of the vector clocks: writes of phase n have time
+    /// n.
     agent: u32,
     /// The joined views of the threads that have arrived.
     arrived: View,

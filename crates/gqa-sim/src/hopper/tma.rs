@@ -54,7 +54,7 @@ impl Load {
 
 /// A thread's stores.
 pub(super) struct Stores {
-    /// Its reads, as an agent of the vector clocks: those of group n have time n.
+    /// Its reads, as an agent of the vector clocks: reads of group n have time n.
     agent: u32,
     /// Groups closed.
     committed: u32,

@@ -15,9 +15,9 @@ pub(super) struct Bias {
 }
 
 impl Bias {
-    /// ALiBi, where there are slopes. A row before all keys counts from the first of them: the
-    /// softmax is the same, while from its own place the numbers of all keys would round to the
-    /// same one in the element type.
+    /// ALiBi, where there are slopes. A row before all keys counts distances from the first key.
+    /// That does not change the softmax; counted from its own position, all biases would round to
+    /// the same value.
     ///
     /// # Errors
     ///

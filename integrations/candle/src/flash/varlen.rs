@@ -133,7 +133,7 @@ fn three(argument: &'static str, tensor: &Tensor) -> Result<[usize; 3]> {
     })
 }
 
-/// Strides of so many rows of a tensor of shape (rows, heads, size); `None` where it is contiguous.
+/// Strides of a tensor of shape (rows, heads, size); `None` if it is contiguous.
 fn strides(layout: &Layout, rows: usize) -> Option<RowStrides> {
     if layout.is_contiguous() {
         return None;
