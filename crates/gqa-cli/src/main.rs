@@ -57,7 +57,7 @@ enum Command {
     /// Time each launch of a call on the GPU, and print the command lines of NVIDIA's profilers.
     Profile(profile::Args),
     /// Report driver, devices and kernels, and what will be used.
-    Doctor,
+    Doctor(doctor::Args),
     /// Compare small calls of every kind with the reference, and time them: a report to share.
     Selftest(selftest::Args),
     /// A prefill and some decode steps of a layer of the shape of Llama 3 8B.
@@ -88,7 +88,7 @@ fn run(command: Option<Command>) -> anyhow::Result<ExitCode> {
         Command::Explain(args) => explain::run(&args),
         Command::Bench(mode) => bench::run(&mode),
         Command::Profile(args) => profile::run(&args),
-        Command::Doctor => doctor::run(),
+        Command::Doctor(args) => doctor::run(&args),
         Command::Selftest(args) => selftest::run(&args),
         Command::Demo(args) => demo::run(&args),
     }

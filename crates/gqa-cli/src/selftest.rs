@@ -12,6 +12,7 @@ use gqa_host::DType;
 
 use crate::backend::{Choice, Machine};
 use crate::bench::{self, Provenance, Record, Row};
+use crate::doctor;
 use crate::options::count;
 use crate::shape::Shape;
 use crate::usage::Usage;
@@ -51,6 +52,9 @@ pub fn run(args: &Args) -> Result<ExitCode> {
         report.add(call, computed(&machine, call, args.checked_rows as usize))?;
     }
     report.say(String::new())?;
+    for line in doctor::trust() {
+        report.say(line)?;
+    }
     report.say(report.summary(calls.len()))?;
     args.write(&report.text)?;
     Ok(if report.bad == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE })

@@ -700,6 +700,12 @@ fn doctor_is_content_without_a_gpu() -> Result {
     for word in ["driver", "ptx", "used"] {
         assert!(run.stdout.lines().any(|line| line.starts_with(word)), "{word} in {}", run.stdout);
     }
+    let report = std::env::temp_dir().join(format!("gqa-doctor-{}.txt", std::process::id()));
+    let run = words(&format!("doctor --report {}", report.display()))?;
+    let text = std::fs::read_to_string(&report)?;
+    std::fs::remove_file(&report)?;
+    assert_eq!(run.code, Some(0), "{}", run.stderr);
+    assert!(text.starts_with(&run.stdout), "{text}");
     Ok(())
 }
 

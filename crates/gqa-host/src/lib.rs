@@ -19,7 +19,7 @@ pub use gqa_cuda as driver;
 pub use gqa_plan::{
     Alignment, Bias, CacheBinding, CallKind, Layout, Pages, Phase, Problem, ProblemFields, QkNorm,
     QkOutput, QuantFormat, Quantization, Rotary, RowLayout, RowStrides, Scales, Sink, Strided,
-    WriteMode, engine, plan,
+    WriteMode, engine, plan, sample,
 };
 pub use gqa_tensor::{
     CacheView, DType, Error, Result, RowMajor, Tensor, TensorDesc, TensorView, TensorViewMut,

@@ -5,7 +5,7 @@
 
 use gqa_host::engine::{Dense, Heads, Layer, Paged, Rope};
 use gqa_host::op::{GroupQueryAttention, Shapes};
-use gqa_host::plan::{DeviceInfo, Plan, PlanOptions, environment, plan};
+use gqa_host::plan::{DeviceInfo, Plan, PlanOptions, environment, is_proven, plan};
 use gqa_host::{CacheBinding, DType, Problem, QuantFormat, Quantization, Scales, TensorDesc};
 use gqa_kernels::registry::{Entry, Family, Role, entries};
 use std::fmt::Write;
@@ -245,6 +245,25 @@ fn kernels(text: &mut String, family: Family) -> std::fmt::Result {
     Ok(())
 }
 
+/// On which GPUs families ran.
+fn trusted(text: &mut String) -> std::fmt::Result {
+    let of = |proven: bool, sm: u32| {
+        let families = Family::ALL.into_iter().filter(|family| is_proven(*family, sm) == proven);
+        families.map(|family| format!("`{}`", family.name())).collect::<Vec<_>>().join(", ")
+    };
+    assert_eq!(of(false, 90), "");
+    writeln!(
+        text,
+        "\n## Trust\n\n\
+         What GPUs of compute capability 9.0 run, ran on an H100 and an H200, and was compared\n\
+         there. No kernel ran on another GPU: all were simulated and assembled, and most run on\n\
+         Hopper, too. On other GPUs kernels are tested at their first use\n\
+         ([debugging.md](debugging.md#a-gpu-that-nobody-has-tried)), except for the simplest ones,\n\
+         with which they are compared: {}.",
+        of(true, 80)
+    )
+}
+
 fn support() -> Result<String, std::fmt::Error> {
     let mut text = String::from(
         "# Support\n\n\
@@ -266,6 +285,7 @@ fn support() -> Result<String, std::fmt::Error> {
         writeln!(text)?;
     }
     launches(&mut text)?;
+    trusted(&mut text)?;
     writeln!(
         text,
         "\n## Kernels\n\n\

@@ -49,17 +49,11 @@ pub fn bound(ptx: &str, nanoseconds: u32) -> String {
 mod tests {
     use super::*;
 
-    const KERNEL: &str = "\
-.version 8.0
-.visible .entry k(
-\t.param .b64 k_param_0
-)
-{
-\t.reg .b32 %r<3>;
-\t{ .reg .pred done; WAIT: mbarrier.try_wait.parity.shared::cta.b64 done, [%r1], %r2; @!done bra WAIT; }
-\tret;
-}
-";
+    const KERNEL: &str = concat!(
+        ".version 8.0\n.visible .entry k(\n\t.param .b64 k_param_0\n)\n{\n\t.reg .b32 %r<3>;\n",
+        "\t{ .reg .pred done; WAIT: mbarrier.try_wait.parity.shared::cta.b64 done, [%r1], %r2; ",
+        "@!done bra WAIT; }\n\tret;\n}\n",
+    );
 
     #[test]
     fn a_wait_ends_some_time_after_the_kernel_began() {

@@ -1,8 +1,8 @@
 //! Numbers that callers may come up with.
 
 use gqa_host::DType;
-use gqa_host::plan::{DeviceInfo, Fold, PlanOptions};
-use gqa_kernels::registry::entries;
+use gqa_host::plan::{DeviceInfo, Fold, PlanOptions, Trust};
+use gqa_kernels::registry::{Family, entries};
 use proptest::strategy::{Strategy, ValueTree};
 use proptest::test_runner::{Config, RngSeed, TestRunner};
 use rand::rngs::SmallRng;
@@ -148,6 +148,8 @@ impl Draw {
             cluster: self.of(&counts),
             force: self.of(&[None, None, forced, Some(""), Some("no such kernel")]),
             fold: self.of(&[Fold::Off, Fold::Layer, Fold::Call]),
+            trust: self.of(&[Trust::All, Trust::Tested, Trust::None]),
+            distrusted: Family::ALL.into_iter().filter(|_| self.one_in(8)).collect(),
         }
     }
 }

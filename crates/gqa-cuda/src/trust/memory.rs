@@ -6,16 +6,19 @@
 //! gqa_tiled_bf16_d128 0123456789abcdef agrees
 //! ```
 //!
-//! with a hash of the kernel's text. The file is locked during a test. Where it cannot be written
-//! or locked, a process knows only what it has tested itself.
+//! with a hash of the kernel's text and of the layer's features. The file is locked during a test.
+//! Where it cannot be written or locked, a process knows only what it has tested itself.
 
+use super::lock;
+use crate::constants;
 use crate::error::CudaVersion;
 use crate::modules;
-use gqa_kernels::registry::Entry;
-use gqa_plan::plan::DeviceInfo;
+use gqa_plan::plan::{DeviceInfo, Launch};
+use std::collections::BTreeMap;
 use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io::{Read, Seek, SeekFrom, Write};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::sync::Mutex;
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
@@ -40,8 +43,11 @@ pub(super) struct Memory(File);
 impl Memory {
     /// That of a kind of GPU; `None` where there can be none.
     pub(super) fn open(kind: &str) -> Option<Self> {
-        let folder = folder()?;
-        fs::create_dir_all(&folder).ok()?;
+        Self::open_in(&folder()?, kind)
+    }
+
+    fn open_in(folder: &Path, kind: &str) -> Option<Self> {
+        fs::create_dir_all(folder).ok()?;
         let path = folder.join(format!("{kind}.txt"));
         let file = OpenOptions::new().read(true).append(true).create(true).open(path).ok()?;
         let started = Instant::now();
@@ -121,13 +127,27 @@ pub(super) fn kind(device: &DeviceInfo, driver: CudaVersion) -> String {
     name.chars().map(|c| if c.is_ascii_alphanumeric() || c == '.' { c } else { '-' }).collect()
 }
 
-/// FNV-1a of the kernel's text for that GPU, and of this library's version.
-pub(super) fn hash(entry: &'static Entry, sm: u32, driver: CudaVersion) -> u64 {
-    let text = modules::text(entry, sm, driver).unwrap_or_default();
-    let bytes = text.bytes().chain(env!("CARGO_PKG_VERSION").bytes());
-    bytes.fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
-        (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
+/// A hash of the kernel's text for that GPU, of this library's version, and of what launches of the
+/// same layer have in common, as sinks, a window or a format: what a test of one layer has shown
+/// says little of another one.
+pub(super) fn hash(launch: &Launch, sm: u32, driver: CudaVersion) -> u64 {
+    static TEXTS: Mutex<BTreeMap<(&str, u32), u64>> = Mutex::new(BTreeMap::new());
+    let entry = launch.entry();
+    let text = *lock(&TEXTS).entry((entry.name, sm)).or_insert_with(|| {
+        let text = modules::text(entry, sm, driver).unwrap_or_default();
+        fnv(fnv(BASIS, text.bytes()), env!("CARGO_PKG_VERSION").bytes())
+    });
+    constants::of_layer(launch).bytes().fold(text, |hash, (parameter, offset, byte)| {
+        let place = [parameter as u8, offset as u8, (offset >> 8) as u8];
+        fnv(hash, place.into_iter().chain([byte]))
     })
+}
+
+/// FNV-1a begins with this.
+const BASIS: u64 = 0xcbf2_9ce4_8422_2325;
+
+fn fnv(hash: u64, bytes: impl Iterator<Item = u8>) -> u64 {
+    bytes.fold(hash, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3))
 }
 
 /// The files, each its name and its text: what tests on this machine have shown.
@@ -145,6 +165,9 @@ pub fn remembered() -> Vec<(String, String)> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use gqa_plan::engine::{Dense, Heads, Layer};
+    use gqa_plan::plan::{PlanOptions, plan};
+    use gqa_plan::{DType, Sink};
 
     #[test]
     fn the_last_word_on_a_text_counts() {
@@ -162,14 +185,43 @@ mod tests {
         assert_eq!(said(text, "e", 1), None);
     }
 
+    /// A process that wants to know what another one is testing waits for it.
     #[test]
-    fn a_kernel_with_another_text_has_another_hash() {
-        let find = |name| gqa_kernels::registry::find(name).unwrap();
-        let of = |name, sm| hash(find(name), sm, CudaVersion(13_000));
-        let tiled = of("gqa_tiled_bf16_d128", 80);
-        assert_eq!(tiled, of("gqa_tiled_bf16_d128", 80));
-        assert_ne!(tiled, of("gqa_tiled_bf16_d64", 80));
-        assert_ne!(tiled, of("gqa_tiled_bf16_d128", 90));
+    fn a_kernel_is_tested_once() {
+        let folder = std::env::temp_dir().join(format!("gqa-trust-{}", std::process::id()));
+        let mut first = Memory::open_in(&folder, "gpu").unwrap();
+        assert_eq!(first.told("kernel", 7), None);
+        first.write("kernel", 7, "begun");
+        let told = std::thread::scope(|scope| {
+            let second = scope.spawn(|| {
+                let mut second = Memory::open_in(&folder, "gpu").unwrap();
+                second.told("kernel", 7)
+            });
+            sleep(Duration::from_millis(100));
+            assert!(!second.is_finished());
+            first.write("kernel", 7, "agrees");
+            drop(first);
+            second.join().unwrap()
+        });
+        fs::remove_dir_all(&folder).unwrap();
+        assert_eq!(told, Some(Told::Agrees));
+        assert!(Memory::open_in(Path::new("/proc/none"), "gpu").is_none());
+    }
+
+    #[test]
+    fn another_kernel_or_another_layer_has_another_hash() {
+        let of = |device: &str, layer: &Layer, longest: usize| {
+            let problem = layer.dense(Dense::decode(2, 4000).longest(longest)).unwrap();
+            let device = DeviceInfo::known(device).unwrap();
+            let plan = plan(&problem, &device, &PlanOptions::default()).unwrap();
+            hash(&plan.launches()[0], device.sm, CudaVersion(13_000))
+        };
+        let layer = Layer::new(DType::BF16, Heads { query: 8, kv: 2, size: 128 });
+        let first = of("a100", &layer, 300);
+        assert_eq!(first, of("a100", &layer, 301));
+        assert_ne!(first, of("b200", &layer, 300));
+        assert_ne!(first, of("a100", &layer.clone().softcap(20.0), 300));
+        assert_ne!(first, of("a100", &layer.clone().sink(Sink::PerHead), 300));
     }
 
     #[test]

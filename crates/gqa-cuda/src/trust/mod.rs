@@ -27,7 +27,7 @@ use gqa_plan::plan::{DeviceInfo, Doubts, Plan, PlanOptions, Planner, Prover};
 use gqa_plan::sample::Trial;
 use gqa_tensor::Result;
 use memory::{Memory, Told};
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
@@ -44,8 +44,11 @@ pub(super) enum Verdict {
     Unknown(String),
 }
 
-/// What this process knows, by driver and GPU, and the kernel's name.
-static KNOWN: Mutex<Option<HashMap<(String, &'static str), Verdict>>> = Mutex::new(None);
+/// Driver and GPU, a kernel's name, and a hash.
+type Key = (String, &'static str, u64);
+
+/// What this process knows.
+static KNOWN: Mutex<BTreeMap<Key, Verdict>> = Mutex::new(BTreeMap::new());
 /// Held during a test.
 static TESTING: Mutex<()> = Mutex::new(());
 
@@ -92,8 +95,10 @@ impl Tests {
     /// `None` where it is not known and may not be tested.
     fn verdict(&self, entry: &'static Entry, plan: &Plan, may_test: bool) -> Option<Verdict> {
         let kind = memory::kind(plan.device(), self.0.version());
-        let key = (kind.clone(), entry.name);
-        let known = || lock(&KNOWN).get_or_insert_default().get(&key).cloned();
+        let launch = plan.launches().iter().find(|launch| launch.entry().name == entry.name)?;
+        let hash = memory::hash(launch, plan.device().sm, self.0.version());
+        let key = (kind.clone(), entry.name, hash);
+        let known = || lock(&KNOWN).get(&key).cloned();
         if let Some(verdict) = known() {
             return Some(verdict);
         }
@@ -101,7 +106,6 @@ impl Tests {
         if let Some(verdict) = known() {
             return Some(verdict);
         }
-        let hash = memory::hash(entry, plan.device().sm, self.0.version());
         // Other processes wait here until a test of theirs is done.
         let mut memory = Memory::open(&kind);
         let told = memory.as_mut().and_then(|memory| memory.told(entry.name, hash));
@@ -123,7 +127,7 @@ impl Tests {
                 verdict
             }
         };
-        lock(&KNOWN).get_or_insert_default().insert(key, verdict.clone());
+        lock(&KNOWN).insert(key, verdict.clone());
         Some(verdict)
     }
 

@@ -30,7 +30,7 @@ pub(super) fn run(
 ) -> Verdict {
     let rewrite =
         move |entry: &str, text: String| gqa_ptx::bound(&change(entry, text), WAIT_NANOSECONDS);
-    let compared = relaxed(|| compared(device.apart(Box::new(rewrite))?, trial));
+    let compared = relaxed(|| compared(device, device.apart(Box::new(rewrite))?, trial));
     match compared.map_err(Error::from).flatten() {
         Ok(verdict) => verdict,
         Err(error) => match error.cause::<DriverError>() {
@@ -42,15 +42,16 @@ pub(super) fn run(
     }
 }
 
-fn compared(apart: Device, trial: &Trial) -> Result<Verdict> {
+fn compared(device: &Device, apart: Device, trial: &Trial) -> Result<Verdict> {
     let stream = Stream::new(&apart)?;
     let problem = trial.tested.problem();
     let read = tensors(problem, SEED)?;
     let want = Computed::of(&apart, &stream, &trial.plain, &read)?;
     let got = Computed::of(&apart, &stream, &trial.tested, &read)?;
     let (Computed::Done(got), Computed::Done(want)) = (got, want) else {
-        // Whatever would free it waits for the kernel.
-        mem::forget((apart, stream));
+        // Whatever would free its context waits for the kernel, and so does the last release of the
+        // GPU's primary context.
+        mem::forget((apart, stream, device.clone()));
         let seconds = CALL.as_secs();
         return Ok(Verdict::Wrong(format!("does not end within {seconds} s")));
     };
@@ -165,7 +166,7 @@ mod tests {
     #[ignore = "needs a GPU of compute capability 9.0"]
     fn a_wrong_kernel_is_found() {
         for entry in [HOPPER, "gqa_tiled_bf16_d128"] {
-            let change = |text: String| text.replacen("ex2.approx", "rcp.approx", 1);
+            let change = |text: String| text.replace("ex2.approx", "sin.approx");
             let verdict = run_changed(&prefill(), entry, change);
             let Verdict::Wrong(why) = verdict else { panic!("{entry}: {verdict:?}") };
             assert!(why.starts_with("output, row "), "{why}");

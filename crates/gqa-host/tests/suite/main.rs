@@ -23,5 +23,7 @@ mod rows;
 mod sim_backend;
 #[cfg_attr(not(feature = "sim"), allow(dead_code, reason = "the simulator's steps use all of it"))]
 mod step;
+#[cfg(feature = "sim")]
+mod trials;
 mod validate;
 mod views;

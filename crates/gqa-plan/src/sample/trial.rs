@@ -20,8 +20,8 @@ pub struct Trial {
 }
 
 impl Trial {
-    /// Of a kernel of a call's plan: on a [small](small()) call, or where the kernel is not for such
-    /// calls, on the call itself.
+    /// Of a kernel of a call's plan: on a [small](small()) call, or on the call itself where the
+    /// kernel is not for small ones.
     ///
     /// # Errors
     /// Where there is no such call, or where its tensors are too large.
