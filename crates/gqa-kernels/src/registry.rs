@@ -209,6 +209,8 @@ macro_rules! kernels_by_head_size {
 #[cfg(not(target_arch = "nvptx64"))]
 mod entry;
 #[cfg(not(target_arch = "nvptx64"))]
+pub mod prologue_grid;
+#[cfg(not(target_arch = "nvptx64"))]
 pub use entry::{Entry, Family, Output, Role, Target, entries, find, number, runs_on};
 
 // A module for each kind of kernel, which the compiler takes apart from the others.

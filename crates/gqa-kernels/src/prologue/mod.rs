@@ -73,11 +73,3 @@ pub const THREADS: u32 = 256;
 fn seqlen(p: &PrologueParams, seqlens: Seqlens, b: u32) -> Seqlen {
     Seqlen::new(seqlens.load(b, p.q_len), p.capacity, p.first_prompt != 0)
 }
-
-#[cfg(not(target_arch = "nvptx64"))]
-mod grid;
-#[cfg(not(target_arch = "nvptx64"))]
-pub use grid::{
-    grid, paged_gaps_grid, paged_grid, quantize_output_grid, rolling_bias_grid, rolling_kv_grid,
-    rolling_lengths_grid, scatter_rows_grid, tree_mask_rows_grid,
-};

@@ -265,6 +265,7 @@ impl Case {
                 Arg::null(),
                 or_null(self.sink == sink::PER_HEAD, Arg::read(&t.head_sink)),
                 Arg::write(&mut t.out.data),
+                Arg::null(),
                 or_null(self.want_lse, Arg::write(&mut t.lse)),
                 or_null(self.qk_output != qk_output::NONE, Arg::write(&mut t.output_qk)),
                 Arg::params(&p),

@@ -8,6 +8,7 @@ use bytemuck::Zeroable;
 use gqa_kernels::num::{DType, Element};
 use gqa_kernels::params::{PrologueParams, RotaryParams, Strides};
 use gqa_kernels::prologue;
+use gqa_kernels::registry::prologue_grid;
 use gqa_sim::Arg;
 use proptest::prelude::*;
 
@@ -612,7 +613,7 @@ proptest! {
             ("rotary_embedding", pairs(case.q_len, case.q_heads())),
             ("seqlens_to_pos_ids", u64::from(case.batch() * case.q_len)),
         ] {
-            let [x, y, z] = prologue::grid(entry(kernel, DType::F32), &p, multiprocessors);
+            let [x, y, z] = prologue_grid::grid(entry(kernel, DType::F32), &p, multiprocessors);
             let wanted = work.div_ceil(u64::from(prologue::THREADS)).max(1);
             prop_assert_eq!([y, z], [1, 1]);
             prop_assert!(u64::from(x) == wanted || u64::from(x) < wanted && x >= 16, "{}: {} of {}", kernel, x, wanted);

@@ -41,7 +41,7 @@ use super::tree_mask::Expanded;
 use crate::tensors::TensorId;
 use crate::{DType, Error, Pages, Problem, Result, Sink};
 use gqa_kernels::params::{PagedGapsParams, PagedParams, Strides, sink};
-use gqa_kernels::prologue::{paged_gaps_grid, paged_grid};
+use gqa_kernels::registry::prologue_grid::{paged_gaps_grid, paged_grid};
 use gqa_kernels::registry::{Entry, Role};
 
 /// The launches of a call whose cache consists of blocks.

@@ -374,7 +374,8 @@ impl<'a> Builder<'a> {
         let mut params = self.params(step)?;
         adjust(&mut params);
         let bound = [arguments, &self.arguments(step), &seqlens(self.problem)].concat();
-        let grid = gqa_kernels::prologue::grid(entry, &params, self.device.multiprocessors);
+        let grid =
+            gqa_kernels::registry::prologue_grid::grid(entry, &params, self.device.multiprocessors);
         self.launches.push(launch(entry, grid, &bound, &params)?);
         Ok(())
     }

@@ -10,8 +10,8 @@ use super::scratch::Scratch;
 use crate::problem::{Problem, ProblemFields, Strided};
 use crate::tensors::TensorId;
 use gqa_kernels::params::{QuantizeOutputParams, Strides};
-use gqa_kernels::prologue::quantize_output_grid;
 use gqa_kernels::registry::Role;
+use gqa_kernels::registry::prologue_grid::quantize_output_grid;
 use gqa_tensor::{Error, Result};
 
 /// The launches of a call with quantized output; `compose` plans calls with other outputs.

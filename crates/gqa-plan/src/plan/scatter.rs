@@ -6,8 +6,8 @@ use super::device::DeviceInfo;
 use crate::problem::{Problem, RowLayout, WriteMode};
 use crate::tensors::TensorId;
 use gqa_kernels::params::{ScatterParams, Strides};
-use gqa_kernels::prologue::scatter_rows_grid;
 use gqa_kernels::registry::Role;
+use gqa_kernels::registry::prologue_grid::scatter_rows_grid;
 use gqa_tensor::Result;
 
 /// The launch of an update.

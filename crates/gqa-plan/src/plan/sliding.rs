@@ -22,7 +22,9 @@ use crate::problem::{CacheBinding, Phase, Problem};
 use crate::tensors::TensorId;
 use gqa_kernels::concept::sliding::Sliding;
 use gqa_kernels::params::{RollingBiasParams, RollingParams};
-use gqa_kernels::prologue::{rolling_bias_grid, rolling_kv_grid, rolling_lengths_grid};
+use gqa_kernels::registry::prologue_grid::{
+    rolling_bias_grid, rolling_kv_grid, rolling_lengths_grid,
+};
 use gqa_kernels::registry::{Entry, Role};
 use gqa_tensor::{DType, Error, Result};
 

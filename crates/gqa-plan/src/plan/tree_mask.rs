@@ -7,8 +7,8 @@ use super::scratch::Scratch;
 use crate::problem::{Bias, Phase, Problem, ProblemFields};
 use crate::tensors::TensorId;
 use gqa_kernels::params::TreeMaskParams;
-use gqa_kernels::prologue::tree_mask_rows_grid;
 use gqa_kernels::registry::Role;
+use gqa_kernels::registry::prologue_grid::tree_mask_rows_grid;
 use gqa_tensor::{DType, Result};
 
 /// A mask over all keys.

@@ -42,6 +42,7 @@ pub fn run_in_splits<T: MmaElement>(
             optional(&t.query_seqlens),
             head_sink(),
             Arg::write(&mut t.out),
+            Arg::null(),
             lse(case, &mut t.lse),
             Arg::params(&p),
         ];

@@ -1,26 +1,26 @@
-//! How many blocks a launch has.
+//! Grids of the kernels around attention.
 
-use super::{
-    THREADS, append, append_dequantized, concat, dequantize, gaps, norm, paged, positions,
-    quantize, quantize_output, rolling, rope, scatter, tree, unpack,
-};
+use super::{Entry, Role};
 use crate::num::DType;
 use crate::params::{
     PagedGapsParams, PagedParams, PrologueParams, QuantizeOutputParams, RollingBiasParams,
     RollingParams, ScatterParams, TreeMaskParams,
 };
-use crate::registry::{Entry, Role};
+use crate::prologue::{
+    THREADS, append, append_dequantized, concat, dequantize, gaps, norm, paged, positions,
+    quantize, quantize_output, rolling, rope, scatter, tree, unpack,
+};
 
-/// Blocks per SM beyond which more only wait: as many as are resident, twice over.
+/// Most CTAs per SM: twice as many as are resident, since more would only wait.
 const WAVES: u32 = 16;
 
-/// Grid of a prologue kernel: a thread for each vector or pair of vectors, up to what keeps that
-/// many SMs busy. Any grid is correct.
+/// Grid of a prologue kernel: a thread for each vector or pair of vectors, up to `WAVES`. Any grid
+/// is correct.
 pub fn grid(entry: &Entry, p: &PrologueParams, multiprocessors: u32) -> [u32; 3] {
     of_threads(size(entry, p), multiprocessors)
 }
 
-/// Grid of `rolling_kv`: a block for each index, up to the same.
+/// Grid of `rolling_kv`: a CTA for each index, up to the same.
 pub fn rolling_kv_grid(p: &RollingParams, multiprocessors: u32) -> [u32; 3] {
     capped(count(rolling::rolling_kv_size(p)), multiprocessors)
 }
@@ -35,7 +35,7 @@ pub fn rolling_bias_grid(p: &RollingBiasParams, multiprocessors: u32) -> [u32; 3
     of_threads(rolling::rolling_bias_size(p), multiprocessors)
 }
 
-/// Grid of `scatter_rows`, for so many tensors.
+/// Grid of `scatter_rows` for `tensors` tensors.
 pub fn scatter_rows_grid(p: &ScatterParams, tensors: u32, multiprocessors: u32) -> [u32; 3] {
     of_threads(scatter::scatter_rows_size(p, tensors), multiprocessors)
 }
@@ -61,7 +61,7 @@ pub fn paged_grid(entry: &Entry, p: &PagedParams, multiprocessors: u32) -> [u32;
     of_threads(size, multiprocessors)
 }
 
-/// Grid of `paged_gaps`, whose `parts` are not told yet, and these.
+/// Grid of `paged_gaps`, and its parameter `parts`.
 pub fn paged_gaps_grid(p: &PagedGapsParams, multiprocessors: u32) -> ([u32; 3], u32) {
     let size = gaps::paged_gaps_size(p, multiprocessors);
     (capped(count(size), multiprocessors), size[1])
