@@ -38,7 +38,6 @@
 //! **Alignment.** None is needed: rows that are not whole 16-byte vectors are staged element by
 //! element.
 
-use super::out::store_rounded;
 use crate::concept::band::Band;
 use crate::concept::heads::Group;
 use crate::concept::mask::Visible;
@@ -423,14 +422,31 @@ impl<T: Element> Call<'_, T> {
         }
         factor *= state.normaliser();
         let at = self.p.out.at(tile.batch, head, s);
-        for (c, accumulator) in accumulators.iter().enumerate() {
-            let column = 32 * c as u32 + lane();
-            if column < self.masked.v_head_size {
-                store_rounded(self.out, self.out_f32, at + column as usize, accumulator * factor);
-            }
+        // A loop for each type: a branch at each store would stay in the folded text.
+        if self.out_f32.is_null() {
+            self.store_columns(self.out, at, accumulators, factor);
+        } else {
+            self.store_columns(self.out_f32, at, accumulators, factor);
         }
         if !self.lse.is_null() && lane() == 0 {
             self.lse.store(self.row_index(tile, (s, head)), state.log_sum_exp());
+        }
+    }
+
+    /// Writes the lane's columns of a row that starts at element `at`.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn store_columns<O: Element>(
+        &self,
+        out: Global<O>,
+        at: usize,
+        accumulators: &[f32; LANE_COLUMNS],
+        factor: f32,
+    ) {
+        for (c, accumulator) in accumulators.iter().enumerate() {
+            let column = 32 * c as u32 + lane();
+            if column < self.masked.v_head_size {
+                out.store(at + column as usize, O::from_f32(accumulator * factor));
+            }
         }
     }
 

@@ -1,7 +1,7 @@
 //! The type of results: rounded to the element type, or, for callers that merge them or go on in
 //! that, f32, or quantized: e4m3 times a scale.
 
-use crate::num::{Code, Element, Float8, MmaElement, e4m3};
+use crate::num::{Code, Float8, MmaElement, e4m3};
 use crate::simt::Global;
 use crate::tile::copy::to_unit;
 use bytemuck::Pod;
@@ -76,16 +76,6 @@ pub fn pair(lo: f32, hi: f32) -> u32 {
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn join([low, high]: [u32; 2]) -> u32 {
     low | high << 16
-}
-
-/// Writes a result in f32 to `out_f32`, or if that is null, rounded to the element type to `out`.
-#[cfg_attr(target_arch = "nvptx64", inline(always))]
-pub fn store_rounded<T: Element>(out: Global<T>, out_f32: Global<f32>, i: usize, value: f32) {
-    if out_f32.is_null() {
-        out.store(i, T::from_f32(value));
-    } else {
-        out_f32.store(i, value);
-    }
 }
 
 /// Results of e4m3, and their scale.

@@ -29,7 +29,6 @@
 //! **Numerics.** f32 throughout, one rounding at the end. V past the end of a sequence is not read.
 
 use super::general::{add_bias, warp_max, warp_sum};
-use super::out::store_rounded;
 use crate::concept::band::Band;
 use crate::concept::heads::Group;
 use crate::concept::softmax::PlainState;
@@ -394,7 +393,11 @@ pub fn unfused_values<T: Element>(
         let tile = Tile::new(number, masked.v_head_size, p);
         let band = Band::new(seqlens.load(tile.batch, p.q_len), &masked);
         let product = values_tile(&tile, band.total.min(p.qk_columns), v, scores, &masked);
-        store_output(&tile, &product, out, out_f32, &masked);
+        if out_f32.is_null() {
+            store_output(&tile, &product, out, &masked);
+        } else {
+            store_output(&tile, &product, out_f32, &masked);
+        }
         number += grid_dim_x() as u64;
     }
 }
@@ -437,13 +440,7 @@ fn stage_values<T: Element>(tile: &Tile, key: u32, keys: u32, v: Global<T>, mask
 }
 
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
-fn store_output<T: Element>(
-    tile: &Tile,
-    product: &Product,
-    out: Global<T>,
-    out_f32: Global<f32>,
-    masked: &MaskedParams,
-) {
+fn store_output<O: Element>(tile: &Tile, product: &Product, out: Global<O>, masked: &MaskedParams) {
     let (p, (row, column)) = (&masked.attention, corner());
     for r in 0..4 {
         if let Some((s, head)) = tile.place(row + r, p) {
@@ -451,7 +448,7 @@ fn store_output<T: Element>(
             for c in 0..4 {
                 let e = tile.column + column + c;
                 if e < masked.v_head_size {
-                    store_rounded(out, out_f32, at + e as usize, product[r as usize][c as usize]);
+                    out.store(at + e as usize, O::from_f32(product[r as usize][c as usize]));
                 }
             }
         }
