@@ -110,8 +110,14 @@ fn long_sequences_in_parts() {
         ("gqa_hopper_paged_split_bf16_d128", DType::BF16, 128, 1200),
         ("gqa_hopper_paged_split_bf16_d192", DType::BF16, 192, 2400),
         ("gqa_hopper_paged_split_f16_d256", DType::F16, 256, 2400),
+        ("gqa_hopper_paged_quantized_split_f16_d64", DType::F16, 64, 1200),
+        ("gqa_hopper_paged_quantized_split_bf16_d128", DType::BF16, 128, 1200),
+        ("gqa_hopper_paged_quantized_split_f8_bf16_d64", DType::BF16, 64, 1200),
+        ("gqa_hopper_paged_quantized_split_f8_bf16_d128", DType::BF16, 128, 1200),
     ];
     for (name, dtype, head_size, rows) in kernels {
+        let is_quantized = name.contains("_quantized_");
+        let steps = if is_quantized { quantized(steps(8)) } else { steps(8) };
         let of = move |case: PagedCase| PagedCase {
             case: Case {
                 dtype,
@@ -125,7 +131,7 @@ fn long_sequences_in_parts() {
         };
         let options = PlanOptions { force: Some(name), ..PlanOptions::default() };
         let cases =
-            in_place_by(&options, paged_long(steps(8), rows..=rows + 300).prop_map(of).boxed());
+            in_place_by(&options, paged_long(steps, rows..=rows + 300).prop_map(of).boxed());
         let sim = Sim::default().with_options(options);
         parity(&format!("sim, parts, {name}"), 4, cases.clone(), &sim);
         parity(&format!("sim, parts, gaps, {name}"), 2, with_gaps(cases), &sim);

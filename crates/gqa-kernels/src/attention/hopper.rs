@@ -80,7 +80,7 @@ pub use float8::operands_grid;
 pub(in crate::attention) use float8::power_of_two;
 pub use float8::{float8_operands, transposed_columns, transposed_rows};
 pub use pages::{LEAST_BOX, box_rows};
-pub use parts::{MERGE_CTAS, MERGE_THREADS, merge as merge_parts};
+pub use parts::{MERGE_CTAS, MERGE_SHARED_BYTES, MERGE_THREADS, MOST_CTAS, merge as merge_parts};
 pub(in crate::attention) use queries::{exponent, greatest_of_vector};
 pub use schedule::{MOST_ROW_TILES, MOST_SEQUENCES};
 #[cfg(not(target_arch = "nvptx64"))]
@@ -110,7 +110,6 @@ use pages::Pages;
 use parts::Parts;
 use rotate::Rotation;
 use scales::{CacheScales, Scales};
-use schedule::Schedule;
 use shape::{Tile, WARPGROUP, WORK_SLOTS};
 
 /// Query rows of a TMA box.
@@ -195,7 +194,7 @@ impl<
         if thread_idx() < WARPGROUP {
             // The warps that load a mask or walk through a range need more registers. Larger heads
             // leave none.
-            if M > 0 || splits && D <= 128 {
+            if M > 0 || splits && D <= 128 && !CODES {
                 registers_lower::<56>()
             } else if CODES || G == 2 {
                 registers_lower::<40>()
@@ -235,7 +234,7 @@ impl<
                 }
             }
         } else {
-            if M > 0 || splits && D <= 128 {
+            if M > 0 || splits && D <= 128 && !CODES {
                 registers_raise::<224>()
             } else if CODES {
                 registers_raise::<216>()
@@ -330,9 +329,7 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
         p: PagedHopperParams,
     ) {
         const { assert!(Self::ROWS == schedule::ROWS && Self::VALUE_SIZE == D) }
-        let schedule = Schedule { row_tiles, range_starts };
-        let (columns, states) = (part_columns, part_states);
-        let parts = Parts { columns, states, schedule, ctas: p.ctas, shortest: p.shortest };
+        let parts = Parts::new([row_tiles, range_starts], part_columns, part_states, &p);
         let pages = Pages::new(starts, past_seqlens, block_table, &p).shared(parts, &p);
         let counter = Global::null();
         let to = Destination::new(out, Global::null(), p.hopper.v_head_size);
@@ -460,6 +457,48 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
         Self::attend_quantized::<T, FLOAT8_KEYS>(
             [q, k, v],
             (Seqlens::of_pages(past_seqlens), counter),
+            pointers,
+            &p.paged.hopper.attention,
+            scales,
+            p.format,
+        );
+    }
+
+    /// `run_paged_quantized` with equal ranges of the work, as [`run_paged_split`](D128::run_paged_split)
+    /// has them.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub fn run_paged_split_quantized<T: MmaElement, const FLOAT8_KEYS: bool>(
+        q: TensorMap,
+        k: TensorMap,
+        v: TensorMap,
+        cos: Global<T>,
+        sin: Global<T>,
+        k_scale: Global<f32>,
+        v_scale: Global<f32>,
+        starts: Global<i32>,
+        past_seqlens: Global<i32>,
+        block_table: Global<i32>,
+        head_sink: Global<T>,
+        out: Global<T>,
+        row_tiles: Global<u32>,
+        range_starts: Global<u32>,
+        part_columns: Global<f32>,
+        part_states: Global<[f32; 2]>,
+        p: QuantizedPagedHopperParams,
+    ) {
+        const { assert!(N.is_power_of_two() && N <= 64 * LEAST_BOX) }
+        const { assert!(Self::ROWS == schedule::ROWS && Self::VALUE_SIZE == D) }
+        let rotation = Some(Rotation { cos, sin, params: p.paged.hopper.rotary });
+        let to = Destination::new(out, Global::null(), p.paged.hopper.v_head_size);
+        let parts = Parts::new([row_tiles, range_starts], part_columns, part_states, &p.paged);
+        let pages = Pages::new(starts, past_seqlens, block_table, &p.paged);
+        let pages = Some(pages.shared(parts, &p.paged));
+        let per = ScalesPer::new(p.scales);
+        let scales = Scales::new(k_scale, v_scale, per);
+        let pointers = Pointers { mask: None, rotation, pages, scales: None, head_sink, to };
+        Self::attend_quantized::<T, FLOAT8_KEYS>(
+            [q, k, v],
+            (Seqlens::of_pages(past_seqlens), Global::null()),
             pointers,
             &p.paged.hopper.attention,
             scales,
@@ -644,12 +683,11 @@ pub fn paged_grid(p: &PagedHopperParams, rows: u32, multiprocessors: u32) -> [u3
 }
 
 /// Grid of the merge that follows CTAs with equal ranges of the work: as many CTAs as run at a
-/// time.
+/// time, or have rows.
 #[cfg(not(target_arch = "nvptx64"))]
 pub fn merge_grid(p: &PagedHopperParams, multiprocessors: u32) -> [u32; 3] {
-    let most = schedule::ROWS / parts::MERGE_ROWS;
-    let together = parts::MERGE_CTAS * multiprocessors / p.ctas.max(1);
-    [together.clamp(1, most), p.ctas, 1]
+    let most = p.ctas * (schedule::ROWS / parts::MERGE_ROWS);
+    [most.min(parts::MERGE_CTAS * multiprocessors), 1, 1]
 }
 
 /// Words of a division: those of row tiles, and those of where ranges begin.

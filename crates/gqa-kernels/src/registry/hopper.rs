@@ -21,6 +21,7 @@ pub(super) static TABLES: &[&[super::Entry]] = &[
     HOPPER_PAGED_MERGE,
     HOPPER_QUANTIZED,
     HOPPER_PAGED_QUANTIZED,
+    HOPPER_PAGED_QUANTIZED_SPLIT,
     FLOAT8_OPERANDS,
     HOPPER_FLOAT8,
 ];
@@ -122,7 +123,7 @@ kernels!(HOPPER_PAGED_MERGE, HopperPaged: Merge, "family-hopper-paged",
     (row_tiles: u32, range_starts: u32, part_columns: f32, part_states: [f32; 2], head_sink: T, out: T;
      p: PagedHopperParams),
     each { head_size: 256, rows: 0, keys: 0, threads: hopper::MERGE_THREADS,
-           min_blocks: hopper::MERGE_CTAS, shared: 0, hot: true, min_sm: 90 }, {
+           min_blocks: hopper::MERGE_CTAS, shared: hopper::MERGE_SHARED_BYTES, hot: true, min_sm: 90 }, {
     gqa_hopper_paged_merge_f16 => hopper::merge_parts::<f16>, T = f16;
     gqa_hopper_paged_merge_bf16 => hopper::merge_parts::<bf16>, T = bf16;
 });
@@ -131,15 +132,15 @@ kernels!(HOPPER_PAGED_MERGE, HopperPaged: Merge, "family-hopper-paged",
 /// of those that multiply keys of float8 as they are: `F16 NAME, BF16 NAME, FLOAT8 NAME => SHAPE`;
 /// and of the same for paged ones.
 macro_rules! hopper_quantized_kernels {
-    ($table:ident, $family:ident, $feature:literal, $run:ident, $bytes:ident, $args:tt, { $($f16:ident, $bf16:ident, $float8:ident => $shape:ty;)* }) => {
-        hopper_quantized_kernels!(@rows $table, $family, $feature, $run, $bytes, $args, { $(
+    ($table:ident, $family:ident: $role:ident, $feature:literal, $run:ident, $bytes:ident, $args:tt, { $($f16:ident, $bf16:ident, $float8:ident => $shape:ty;)* }) => {
+        hopper_quantized_kernels!(@rows $table, $family: $role, $feature, $run, $bytes, $args, { $(
             $f16: f16 => $shape, false;
             $bf16: bf16 => $shape, false;
             $float8: bf16 => $shape, true, formats: &[Format::Float8];
         )* });
     };
-    (@rows $table:ident, $family:ident, $feature:literal, $run:ident, $bytes:ident, $args:tt, { $($name:ident: $t:ident => $shape:ty, $float8_keys:literal $(, formats: $formats:expr)?;)* }) => {
-        kernels!($table, $family: Attention, $feature, $args, { $(
+    (@rows $table:ident, $family:ident: $role:ident, $feature:literal, $run:ident, $bytes:ident, $args:tt, { $($name:ident: $t:ident => $shape:ty, $float8_keys:literal $(, formats: $formats:expr)?;)* }) => {
+        kernels!($table, $family: $role, $feature, $args, { $(
             $name => <$shape>::$run::<_, $float8_keys>, T = $t, {
                 head_size: <$shape>::HEAD_SIZE, rows: <$shape>::ROWS, keys: <$shape>::KEYS, threads: <$shape>::THREADS,
                 min_blocks: 1, shared: <$shape>::$bytes, hot: true, min_sm: <$shape>::MIN_SM, communicates: true $(, formats: $formats)? };
@@ -147,17 +148,26 @@ macro_rules! hopper_quantized_kernels {
     };
 }
 
-hopper_quantized_kernels!(HOPPER_QUANTIZED, HopperQuantized, "family-hopper-quantized", run_quantized, SHARED_BYTES,
+hopper_quantized_kernels!(HOPPER_QUANTIZED, HopperQuantized: Attention, "family-hopper-quantized", run_quantized, SHARED_BYTES,
     ([q 0, k 1, v 2] cos: T, sin: T, k_scale: f32, v_scale: f32, seqlens_k: i32, head_sink: T, out: T, lse: f32, counter: u32; p: QuantizedHopperParams), {
     gqa_hopper_quantized_f16_d64, gqa_hopper_quantized_bf16_d64, gqa_hopper_quantized_f8_bf16_d64 => hopper::QuantizedD64;
     gqa_hopper_quantized_f16_d128, gqa_hopper_quantized_bf16_d128, gqa_hopper_quantized_f8_bf16_d128 => hopper::QuantizedD128;
 });
 
-hopper_quantized_kernels!(HOPPER_PAGED_QUANTIZED, HopperPagedQuantized, "family-hopper-paged-quantized", run_paged_quantized, PAGED_SHARED_BYTES,
+hopper_quantized_kernels!(HOPPER_PAGED_QUANTIZED, HopperPagedQuantized: Attention, "family-hopper-paged-quantized", run_paged_quantized, PAGED_SHARED_BYTES,
     ([q 0, k 1, v 2] cos: T, sin: T, k_scale: f32, v_scale: f32, starts: i32, past_seqlens: i32, block_table: i32, head_sink: T, out: T, counter: u32;
      p: QuantizedPagedHopperParams), {
     gqa_hopper_paged_quantized_f16_d64, gqa_hopper_paged_quantized_bf16_d64, gqa_hopper_paged_quantized_f8_bf16_d64 => hopper::QuantizedD64;
     gqa_hopper_paged_quantized_f16_d128, gqa_hopper_paged_quantized_bf16_d128, gqa_hopper_paged_quantized_f8_bf16_d128 => hopper::QuantizedD128;
+});
+
+// Heads share row tiles, and CTAs have equal ranges of the work, which [`HOPPER_PAGED_MERGE`] merges.
+hopper_quantized_kernels!(HOPPER_PAGED_QUANTIZED_SPLIT, HopperPagedQuantized: SplitAttention, "family-hopper-paged-quantized", run_paged_split_quantized, PAGED_SHARED_BYTES,
+    ([q 0, k 1, v 2] cos: T, sin: T, k_scale: f32, v_scale: f32, starts: i32, past_seqlens: i32, block_table: i32, head_sink: T, out: T,
+     row_tiles: u32, range_starts: u32, part_columns: f32, part_states: [f32; 2];
+     p: QuantizedPagedHopperParams), {
+    gqa_hopper_paged_quantized_split_f16_d64, gqa_hopper_paged_quantized_split_bf16_d64, gqa_hopper_paged_quantized_split_f8_bf16_d64 => hopper::QuantizedD64;
+    gqa_hopper_paged_quantized_split_f16_d128, gqa_hopper_paged_quantized_split_bf16_d128, gqa_hopper_paged_quantized_split_f8_bf16_d128 => hopper::QuantizedD128;
 });
 
 kernels!(FLOAT8_OPERANDS, HopperFloat8: Operands, "family-hopper-float8",

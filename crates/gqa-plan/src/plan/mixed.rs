@@ -143,9 +143,13 @@ impl Attentions {
         let task = Task { appended: true, ..whole };
         let few = Few::of(problem, pages, |problem| consider(step, problem));
         if prompt.divides_work() {
-            // The kernel reads copies of quantized keys, and for a few tokens these cost too much.
+            // The kernel reads copies of quantized keys, which cost too much for a few tokens, or
+            // converts all of them.
             let copies = problem.quantized.is_some() && read.quantized.is_none();
-            let apart = few.filter(|few| copies && few.lengths.few > 0);
+            let apart = few.filter(|few| {
+                let converts = read.quantized.is_some() && few.lengths.are_many(problem, device);
+                few.lengths.few > 0 && (copies || converts)
+            });
             let steps = apart.map(|few| {
                 let task = Task { appended: !appends, concurrent: true, ..whole };
                 few.divided(task, device, options)
@@ -390,6 +394,15 @@ impl Lengths {
             if prompt.family.draws_tiles() { (p.q_heads, 2) } else { (p.kv_heads, 6) };
         let tiles = self.few.saturating_mul(heads).saturating_mul(self.keys.div_ceil(KEYS));
         tiles > launch * device.multiprocessors as usize
+    }
+
+    /// Whether sequences of few tokens have so many keys that the decode kernel reads them sooner
+    /// than a prefill kernel converts them (measured: `docs/perf-log.md`).
+    fn are_many(self, p: &Problem, device: &DeviceInfo) -> bool {
+        /// Key tiles for each SM.
+        const MOST: usize = 16;
+        let tiles = self.cached.saturating_mul(p.kv_heads) / KEYS;
+        tiles > MOST * device.multiprocessors as usize
     }
 
     /// The decode kernel as it suits the concurrent launches. Half-SM CTAs where a CTA has few keys

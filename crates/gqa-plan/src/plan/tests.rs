@@ -1682,7 +1682,7 @@ fn a_long_sequence_beside_a_prompt_is_split() {
     let p: &PagedHopperParams = bytemuck::from_bytes(&plan.launches[1].params);
     assert_eq!((p.tile_heads, p.ctas, p.shortest, p.keys), (4, 132, 2, 128));
     let grids = [1, 2].map(|launch| plan.launches[launch].grid);
-    assert_eq!(grids, [[132, 1, 1], [132, 8, 1]]);
+    assert_eq!(grids, [[132, 1, 1], [264, 1, 1]]);
     // No more CTAs than there may be pieces of two key tiles of 34, in row tiles of 16 tokens: the
     // device may find all tokens in one sequence, or as many in each as the longest has.
     let ctas = |tokens: usize| {
@@ -1801,7 +1801,24 @@ fn blocks_are_gathered() {
     assert_eq!(kernels(&codes(2), &off), ["decode_paged_q8_f16_d128_r8"]);
 }
 
-/// Of a quantized cache the keys of long sequences are copied, which then are divided; those of
+/// The work of few tokens after many quantized keys is divided as well, and keys are converted on
+/// their way.
+#[test]
+fn few_tokens_after_quantized_keys_are_divided() {
+    let off = PlanOptions::default();
+    let divided = |kernel| ["paged_append_quantized", kernel, "hopper_paged_merge"];
+    let of = |dtype, how| quantized(with(over_blocks(1, 33, 512), |p| p.dtype = dtype), how);
+    let of_halves = divided("hopper_paged_quantized_split_f16_d128");
+    assert_eq!(kernels(&of(DType::F16, CODES[0]), &off), of_halves);
+    let of_float8 = divided("hopper_paged_quantized_split_f8_bf16_d128");
+    assert_eq!(kernels(&of(DType::BF16, CODES[2]), &off), of_float8);
+    // One launch takes the decode steps beside it, too.
+    let mixed = quantized(over_blocks(32, 256, 30_000), CODES[0]);
+    let mixed = with_pages(mixed, |pages| Pages { tokens: 256 + 31, ..pages });
+    assert_eq!(kernels(&mixed, &off), of_halves);
+}
+
+/// Of a quantized cache the keys of long prompts are copied, which then are divided; those of
 /// sequences of few tokens stay as they are.
 #[test]
 fn long_quantized_sequences_are_copied_and_divided() {
@@ -1813,8 +1830,6 @@ fn long_quantized_sequences_are_copied_and_divided() {
         "hopper_paged_merge",
         "paged_gaps",
     ];
-    let chunk = quantized(over_blocks(1, 33, 512), CODES[0]);
-    assert_eq!(kernels(&chunk, &off), divided);
     let mixed = quantized(over_blocks(32, 512, 30_000), CODES[0]);
     let mixed = with_pages(mixed, |pages| Pages { tokens: 512 + 31, ..pages });
     let plan = plan(&mixed, &device("h200"), &off).unwrap();

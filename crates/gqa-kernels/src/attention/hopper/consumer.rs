@@ -162,8 +162,9 @@ impl<
                     self.pass_over(&mut at);
                 } else {
                     self.attend(&mut at);
-                    at = self.begun();
                 }
+                self.agree();
+                at = self.begun();
             }
         }
         // Consumes the outstanding barrier phase before exit.
@@ -196,6 +197,7 @@ impl<
         if self.may_idle() && self.works > 1 {
             // The last V tile of the work tiles that this warpgroup has passed over.
             self.pass_tile();
+            self.agree();
         }
         self.release_queries(at);
         self.cap_and_mask(&mut s, at);
@@ -267,13 +269,13 @@ impl<
             collect_sums::<S, O>(o, rows);
         }
         self.softmax.weigh(1, &mut s, rows);
-        if S::PACKS_EARLY || self.may_idle() {
+        if S::PACKS_EARLY {
             *weights = P::pack_weights::<C, W>(&s);
         }
         if ends {
             self.finish(o, done, from.slot);
         }
-        if !S::PACKS_EARLY && !self.may_idle() {
+        if !S::PACKS_EARLY {
             *weights = P::pack_weights::<C, W>(&s);
         }
         true
@@ -570,9 +572,10 @@ impl<
                 return;
             }
             // Broadcast, so that the compiler knows that it is warp-uniform.
-            let place = shfl_idx_u32(slot.part::<S>(), 0);
-            if place != parts::WHOLE {
-                parts.leave::<S, O>(place, &output, o, &rows);
+            let part = shfl_idx_u32(slot.part::<S>(), 0);
+            if part != parts::WHOLE {
+                self.scales.widen(o, place.head, self.p);
+                parts.leave::<S, O>(part, &output, o, &rows);
                 return;
             }
         }

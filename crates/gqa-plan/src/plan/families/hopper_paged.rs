@@ -42,39 +42,17 @@ impl Family for HopperPaged {
     }
 
     fn choose(&self, call: &Call<'_>) -> Result<Kernel, Rejection> {
-        choose(self, call, true)
+        choose(self, call)
     }
 
     fn launches(&self, kernel: &Kernel, job: Job<'_>) -> Result<Vec<Launch>> {
-        let multiprocessors = job.device.multiprocessors;
         let paged = PagedCall::new(job, kernel.entry)?;
-        let attention = paged.launch(&paged.params)?;
-        if kernel.entry.role == Role::Attention {
-            return Ok(vec![attention]);
-        }
-        let entry = beside(kernel.entry, Role::Merge)?;
-        let grid = kernels::merge_grid(&paged.params, multiprocessors);
-        let merge = launch(entry, grid, &paged.arguments, &paged.params)?;
-        let programmatic = |launch| Launch { programmatic: true, ..launch };
-        Ok(vec![programmatic(attention), programmatic(merge)])
+        paged.launches(&paged.params)
     }
 }
 
-/// The kernel with that role beside one of its family, for its element type.
-pub(super) fn beside(entry: &Entry, role: Role) -> Result<&'static Entry> {
-    let is_it = |other: &&Entry| {
-        (other.family, other.role, other.dtype) == (entry.family, role, entry.dtype)
-    };
-    let missing = || Error::NoKernel(format!("{} has no {role:?}", entry.name));
-    entries().find(is_it).ok_or_else(missing)
-}
-
 /// The kernel of this family, or of that for quantized caches.
-pub(super) fn choose(
-    family: &dyn Family,
-    call: &Call<'_>,
-    divides: bool,
-) -> Result<Kernel, Rejection> {
+pub(super) fn choose(family: &dyn Family, call: &Call<'_>) -> Result<Kernel, Rejection> {
     let p = call.problem;
     if p.lse && p.quantized.is_some() {
         return Err(Rejection::Argument { name: "lse" });
@@ -94,7 +72,7 @@ pub(super) fn choose(
         return Err(Rejection::TooLarge);
     }
     requirements::narrow_output(p)?;
-    if divides && let Some(kernel) = split(call, entry) {
+    if let Some(kernel) = split(call, entry) {
         return Ok(kernel);
     }
     suits(call)?;
@@ -166,6 +144,7 @@ fn split(call: &Call<'_>, entry: &'static Entry) -> Option<Kernel> {
             && split.role == Role::SplitAttention
             && split.dtype == entry.dtype
             && split.head_size == entry.head_size
+            && split.formats == entry.formats
     };
     let split = entries().find(is_sister).filter(|_| may_split(p).is_ok())?;
     let division = Division::of(p, p.pages?, split, device);
@@ -238,7 +217,7 @@ impl Division {
         let [row_tiles, key_tiles] = self.most;
         let pieces = row_tiles.saturating_mul(self.groups);
         let pieces = pieces.saturating_mul(key_tiles.div_ceil(self.shortest));
-        pieces.clamp(1, self.multiprocessors)
+        pieces.min(self.multiprocessors).clamp(1, kernels::MOST_CTAS as usize)
     }
 
     /// Whether CTAs have room to divide the call, and can count its work.
@@ -263,11 +242,13 @@ pub(super) struct PagedCall {
     pub(super) params: PagedHopperParams,
     arguments: Vec<(&'static str, Arg)>,
     blocks: u32,
+    multiprocessors: u32,
 }
 
 impl PagedCall {
     pub(super) fn new(job: Job<'_>, entry: &'static Entry) -> Result<Self> {
         let params = paged_params(&job, entry)?;
+        let multiprocessors = job.device.multiprocessors;
         let mut arguments = arguments(&job, &params, entry)?;
         arguments.extend(scratch(&params, entry, job.scratch)?);
         Ok(Self {
@@ -275,15 +256,31 @@ impl PagedCall {
             params,
             arguments,
             blocks: if params.is_secondary == 1 { params.secondary } else { params.primary },
+            multiprocessors,
         })
     }
 
-    /// The launch, with the scalars that its kernel takes.
-    pub(super) fn launch(&self, params: &impl Pod) -> Result<Launch> {
-        let launch = launch(self.entry, [self.blocks, 1, 1], &self.arguments, params)?;
-        // Behind a launch that appends an early start costs a short call half a microsecond.
-        Ok(Launch { programmatic: self.params.is_secondary == 1, ..launch })
+    /// The launch, with the scalars that its kernel takes, and that which merges pieces.
+    pub(super) fn launches(&self, params: &impl Pod) -> Result<Vec<Launch>> {
+        let attention = launch(self.entry, [self.blocks, 1, 1], &self.arguments, params)?;
+        if self.entry.role == Role::Attention {
+            // Behind a launch that appends an early start costs a short call half a microsecond.
+            return Ok(vec![Launch { programmatic: self.params.is_secondary == 1, ..attention }]);
+        }
+        let grid = kernels::merge_grid(&self.params, self.multiprocessors);
+        let merge = launch(merge_of(self.entry)?, grid, &self.arguments, &self.params)?;
+        Ok([attention, merge].map(|launch| Launch { programmatic: true, ..launch }).to_vec())
     }
+}
+
+/// The kernel that merges what one leaves in pieces, for its element type.
+fn merge_of(entry: &Entry) -> Result<&'static Entry> {
+    let family = registry::Family::HopperPaged;
+    let is_it = |other: &&Entry| {
+        (other.family, other.role, other.dtype) == (family, Role::Merge, entry.dtype)
+    };
+    let missing = || Error::NoKernel(format!("{} has no merge", entry.name));
+    entries().find(is_it).ok_or_else(missing)
 }
 
 /// The call, and which blocks take its work tiles.

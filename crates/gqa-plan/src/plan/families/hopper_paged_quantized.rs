@@ -35,7 +35,7 @@ impl Family for HopperPagedQuantized {
     fn choose(&self, call: &Call<'_>) -> Result<Kernel, Rejection> {
         requirements::quantized_vectors(call.problem)?;
         requirements::no_row_scales(call.problem)?;
-        let kernel = hopper_paged::choose(self, call, false)?;
+        let kernel = hopper_paged::choose(self, call)?;
         hopper_quantized::converting_pays(call, kernel.entry)?;
         Ok(kernel)
     }
@@ -46,10 +46,10 @@ impl Family for HopperPagedQuantized {
             .quantized
             .ok_or_else(|| Error::NoKernel("the KV cache is not quantized".to_owned()))?;
         let paged = PagedCall::new(job, kernel.entry)?;
-        Ok(vec![paged.launch(&QuantizedPagedHopperParams {
+        paged.launches(&QuantizedPagedHopperParams {
             paged: paged.params,
             format: how.format as u32,
             scales: scales(p),
-        })?])
+        })
     }
 }

@@ -6,7 +6,7 @@
 //! earlier use of the stage. The V tile of a work tile's last key tile comes behind the first K
 //! tile of the next work tile; whoever attends to that one passes over it.
 
-use super::{Consumer, Cursor, Steps};
+use super::{Consumer, Cursor, Ring, Steps};
 use crate::attention::hopper::scales::CacheScales;
 use crate::attention::hopper::shape::Tile;
 use crate::attention::hopper::work::Slot;
@@ -47,6 +47,16 @@ impl<
     pub(super) fn begun(&self) -> Cursor {
         let slot = Slot::new::<S>(self.base, self.works - 1);
         self.cursor(slot, self.keys_of(slot))
+    }
+
+    /// Broadcasts the pipeline positions from lane 0: after tiles are passed over the compiler no
+    /// longer knows that they are warp-uniform, and would copy every descriptor of a product to
+    /// uniform registers.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub(super) fn agree(&mut self) {
+        let agreed = |word| shfl_idx_u32(word, 0);
+        let of = |at: Ring| Ring { stage: agreed(at.stage), parity: agreed(at.parity) };
+        (self.q, self.kv, self.works) = (of(self.q), of(self.kv), agreed(self.works));
     }
 
     /// Passes over work tiles without rows, up to the next one with rows, or the end. Behind other

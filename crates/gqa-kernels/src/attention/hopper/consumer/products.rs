@@ -36,8 +36,8 @@ impl<
         let q = self.base + self.q_tile() * S::Q_BYTES;
         // opaque(): otherwise the compiler keeps descriptors of Q in non-uniform registers where
         // two warpgroups leave some to spare. A shuffle instead where Q has two parts, and so twice
-        // as many descriptors as K.
-        let q = if P::KEEPS_KEYS {
+        // as many descriptors as K, and where the warpgroup passes over work tiles.
+        let q = if P::KEEPS_KEYS || self.may_idle() {
             shfl_idx_u32(q, 0)
         } else if S::WARPGROUPS == 2 {
             opaque(q)
