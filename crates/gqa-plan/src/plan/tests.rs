@@ -2918,6 +2918,10 @@ fn latent_steps_have_a_kernel_on_other_gpus() {
         assert_eq!(attention(&call(16, 1), name), few, "{name}");
     }
     assert_eq!(attention(&call(16, 2), "h200")[0], "gqa_latent_f16");
+    let many_sequences =
+        ProblemFields { batch: 256, q_heads: 16, rotary: None, ..latent_of(576, 1, 4000) };
+    let many_sequences = paged(&Problem::new(many_sequences).unwrap()).appended();
+    assert_eq!(attention(&many_sequences, "h200"), few[..1]);
     for name in ["rtx3090", "rtx4090", "rtx5090"] {
         assert_eq!(attention(&call(16, 1), name), narrow, "{name}");
     }

@@ -61,6 +61,10 @@ pub(in crate::plan) fn in_parts(kernel: &Kernel, call: &Call<'_>) -> Option<Kern
     /// Most CTAs in y and z of a grid.
     const MOST: usize = 65_535;
     let (p, device, options) = (call.problem, call.device, call.options);
+    // Kernels over a latent KV cache do not divide keys so.
+    if p.latent {
+        return None;
+    }
     let is_forced = options.splits.is_some() || options.cluster.is_some() || call.forced.is_some();
     if is_forced || p.batch_invariant || !(2..=kernels::MOST_DIVIDED as usize).contains(&p.batch) {
         return None;

@@ -108,8 +108,8 @@ fn splits(call: &Call<'_>, params: &LatentParams, entry: &Entry) -> u32 {
     /// Microseconds of a CTA besides its tiles; of a tile at least, and for each 8 keys of a warp;
     /// to start the merge, and for each split of it.
     const START: f64 = 4.0;
-    const TILE: f64 = 0.6;
-    const KEYS: f64 = 0.8;
+    const TILE: f64 = 0.7;
+    const KEYS: f64 = 0.9;
     const MERGE: f64 = 3.0;
     const MERGED: f64 = 0.05;
     /// How much of the rates of memory and tensor cores is attained; how much faster L2 is.
