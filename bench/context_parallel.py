@@ -63,7 +63,7 @@ def timed(replay, rounds):
 
 
 def reference(q, k, v):
-    """The same in float64, some keys at a time."""
+    """Attention in float64, some keys at a time."""
     batch, keys = k.shape[:2]
     q = q.double().view(batch, KV_HEADS, HEADS // KV_HEADS, SIZE) / SIZE**0.5
     most = torch.full((*q.shape[:3], 1), -torch.inf, dtype=torch.float64, device=q.device)

@@ -38,7 +38,7 @@ def prefill():
 
 
 def decode():
-    """The same, from times."""
+    """The same ratios, from times."""
     rows = table(DECODE, "| heads | B x S | ours | TB/s | settled | FA3 | cuDNN")
     ratio = lambda row, column: float(row[column]) / float(row[2])
     return grouped((row[0], row[1], [ratio(row, 5), ratio(row, 6)]) for row in rows)

@@ -76,7 +76,7 @@ LACKING = {
 
 
 def lacks(case):
-    """What this package lacks for a case, if anything."""
+    """The feature that this package lacks for a case, or None."""
     return next((what for what, is_asked in LACKING.items() if is_asked(case)), None)
 
 
@@ -195,7 +195,7 @@ def stand_in(name, functions, **others):
 
 
 def put_in_place(checkout):
-    """What flash-attn's tests import."""
+    """A stand-in for the modules that flash-attn's tests import."""
     package = stand_in("flash_attn", FlashAttn2, flash_attn_func=gqa.flash_attn_func)
     # Rotary embeddings and padding, which tests compare with, are theirs.
     package.__path__ = [str(checkout / "flash_attn")]
@@ -249,7 +249,7 @@ class Cases:
         return case
 
     def sample(self, most, seed):
-        """So many that can run, in random order, and how many of those seen lack what."""
+        """`most` random cases that can run, and a count of the features that other drawn cases lack."""
         found, lacking = [], Counter()
         order = random.Random(seed).sample(range(self.count), self.count)
         for index in order:

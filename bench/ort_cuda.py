@@ -188,7 +188,7 @@ def checked(call, run, sets, tolerance):
 
 
 def medians(call, rounds, measure):
-    """Of what `measure` finds of each side in each round."""
+    """The row of results of `measure` for each side and round."""
     samples = {"ORT": [], "gqa": []}
     for number in range(rounds):
         turns = list(samples)
@@ -213,7 +213,7 @@ def timed(call, options):
 
 
 def profiled(call, options):
-    """What the profiler adds to the row."""
+    """The profiler's columns of the row."""
     sets, count = tensors(call), {}
     run = sides(call, sets, options)
 
@@ -224,7 +224,7 @@ def profiled(call, options):
 
 
 def attempted(measure, *arguments):
-    """What is measured; None after a failure, which is told."""
+    """The measurement; None after a failure, which is printed."""
     try:
         return measure(*arguments)
     except (RuntimeError, OSError) as reason:

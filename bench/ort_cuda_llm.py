@@ -93,7 +93,7 @@ def step(engine, binding):
 
 
 def tensors_of(shape, batch, keys):
-    """What a step over so many keys reads and writes, but for weights."""
+    """Bytes that a step over `keys` keys reads and writes, without weights."""
     cache = lambda: torch.randn(batch, shape.kv_heads, keys, shape.size, device="cuda").half()
     found = {f"past.{layer}.{part}": cache() for layer in range(shape.layers)
              for part in ["key", "value"]}

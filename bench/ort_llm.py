@@ -23,7 +23,7 @@ CALLS = [(1, 2048, 15), (1, 8000, 15), (2048, 0, 2)]
 
 
 def fill(caches):
-    """Numbers in KV caches: memory that nobody wrote to may be one page of zeros, in L1."""
+    """Fills KV caches: memory that was never written may be a single page of zeros, in L1."""
     import numpy as np
 
     random = np.random.default_rng(0)

@@ -10,7 +10,7 @@ SHIPPED = pathlib.Path(__file__).parent.parent / "crates/gqa-cuda/ptx"
 
 
 def modules(folder):
-    """What the folder's list says of the kernels that were compiled together."""
+    """The modules of the folder's manifest: kernels that were compiled together."""
     return json.loads((folder / "manifest.json").read_text())["modules"]
 
 

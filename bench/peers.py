@@ -187,7 +187,7 @@ def ours(program, call, extra):
 
 
 def ceilings():
-    """What this GPU can do, in this run."""
+    """The GPU's bandwidth and rates, measured in this run."""
     bf16 = lambda *shape: torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
     big = torch.empty(2 << 30, device="cuda", dtype=torch.uint8)
     other = torch.empty_like(big)

@@ -54,7 +54,7 @@ class Batch:
         return f"{self.kind:8}{layer}: {len(decodes)} decodes{mean}; chunks {chunks or 'none'}"
 
     def limit_us(self):
-        """What memory or tensor cores need at least."""
+        """The least time that memory or tensor cores need."""
         heads, kv_heads, size = self.heads
         tokens = sum(new for new, _ in self.sequences)
         rows = 2 * kv_heads * sum(keys for _, keys in self.sequences) + 2 * heads * tokens

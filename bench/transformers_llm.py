@@ -55,7 +55,7 @@ def greedy(model, tokens, **options):
 
 
 def texts(model, given):
-    """Those of eager, which the others must be."""
+    """The logits of eager attention, which the others must match."""
     model.set_attn_implementation("eager")
     wanted = [greedy(model, tokens) for tokens in given]
     for way in WAYS:

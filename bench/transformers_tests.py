@@ -57,7 +57,7 @@ SIZES = {
 
 
 class Tester:
-    """What the mixin asks of a model: a configuration and inputs."""
+    """What the mixin needs of a model: a configuration and inputs."""
 
     def __init__(self, config_class, others):
         self.config_class, self.others = config_class, others

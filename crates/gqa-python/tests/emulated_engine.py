@@ -14,7 +14,7 @@ if torch is not None:
 
 
 def addresses(planned, tensors):
-    """What calls.addresses does, with what tells kernels their tensors by addresses."""
+    """Replaces calls.addresses: stand-ins for addresses, from which kernels find their tensors."""
     named = ((name, tensors[name]) for name in planned.tensors)
     planned.plan.layouts = {name: (x.shape, x.stride(), x.dtype) for name, x in named}
     return [tensors[name].data_ptr() for name in planned.tensors]

@@ -26,7 +26,7 @@ class Memory:
         self.switch = lambda: None
 
     def take(self, count, stream):
-        """So many bytes, until they are no longer referred to: the first that are free."""
+        """Allocates the first free range of that many bytes; it is freed with its last reference."""
         self.switch()
         size = -(-count // _ALIGNMENT) * _ALIGNMENT
         with self.lock:
@@ -65,7 +65,7 @@ class Memory:
 
 
 class Poisoned(TorchDispatchMode):
-    """What torch allocates in this thread is in that memory, for a stream that is asked for."""
+    """Lets torch allocate from that memory in this thread, for the current stream."""
 
     def __init__(self, memory, stream):
         super().__init__()

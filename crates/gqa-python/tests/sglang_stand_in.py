@@ -151,7 +151,7 @@ class SWAKVPool:
 
 
 def attend(backend, layer, q, k, v, forward_batch, save_kv_cache=True, **named):
-    """What a call of a layer does."""
+    """Calls a layer."""
     return backend.forward(q, k, v, layer, forward_batch, save_kv_cache, **named)
 
 

@@ -99,7 +99,7 @@ def in_libraries(test):
 
 
 class Cases:
-    """What is the same on a GPU and where that is emulated."""
+    """Tests for a GPU and for an emulated one."""
 
     def normal(self, *shape, dtype=np.float16):
         return self.noise.standard_normal(shape).astype(dtype)
@@ -159,7 +159,7 @@ class Cases:
 
     @in_libraries
     def test_rows_of_no_sequence_are_zeros(self):
-        """Those behind the last sequence, whose log-sum-exps are -inf."""
+        """Rows after the last sequence, whose log-sum-exps are -inf."""
         there, back = self.library.there, self.library.back
         starts, keys = (np.array([0, 3, 3, 73], np.int32), np.array([0, 5, 5, 95], np.int32))
         q, table = self.normal(80, 8, 64), np.arange(18, dtype=np.int32).reshape(3, 6)

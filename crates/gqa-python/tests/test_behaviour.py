@@ -79,7 +79,7 @@ def test_a_compiled_call_is_in_the_graph():
 
 
 def forked(function):
-    """What a child process makes of a function that gives a bool: whether it ends, and is true."""
+    """Runs a function in a child process; returns whether it ended and returned True."""
     child = os.fork()
     if child == 0:
         result = False
@@ -98,7 +98,7 @@ def forked(function):
 
 
 def results():
-    """Of a call of each kind, large enough for several threads."""
+    """Results of a call of each kind, large enough for several threads."""
     noise = np.random.default_rng(1)
     normal = lambda *shape: noise.standard_normal(shape).astype(np.float32)
     q, k, v = normal(3, 40, 8, 64), normal(3, 90, 2, 64), normal(3, 90, 2, 64)
@@ -154,7 +154,7 @@ def test_tensors_that_torch_negates():
 
 
 def logged(level="warn", **variables):
-    """What a call leaves on stderr."""
+    """What a call writes to stderr."""
     code = "import gqa, numpy as np; q = np.ones((2, 5, 4, 16), 'f4'); gqa.flash_attn_func(q, q, q)"
     environment = {**os.environ, "GQA_LOG": level, **variables}
     command = [sys.executable, "-c", code]

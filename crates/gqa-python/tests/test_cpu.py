@@ -44,7 +44,7 @@ def test_sequences_of_the_same_length(draw):
 
 @pytest.mark.parametrize("sinks", [False, True])
 def test_alibi_far_before_all_keys(sinks):
-    """Whatever distances are rounded to, those of one row's keys stay apart."""
+    """However distances are rounded, keys of a row keep different ones."""
     noise = np.random.default_rng(1)
     q = noise.standard_normal((1, 3000, 2, 16)).astype(np.float16)
     k, v = (noise.standard_normal((1, 8, 1, 16)).astype(np.float16) for _ in "kv")

@@ -73,7 +73,7 @@ def keys_in_tree(words, keys):
 
 
 def in_wide_rows(mask, behind):
-    """The same mask in rows of whole vectors of 16 bytes, of which something is behind the keys."""
+    """The same mask with rows padded to whole 16-byte vectors, with values in the padding."""
     keys, each = mask.shape[-1], 16 // mask.element_size()
     wide = mask.new_full((*mask.shape[:-1], -(-keys // each) * each), behind)
     wide[..., :keys] = mask
@@ -175,7 +175,7 @@ class Quantization:
 
 
 def laid_out(pick, keys, values):
-    """The same KV cache, (blocks, rows, KV heads, size), as some engine has it in memory."""
+    """A KV cache (blocks, rows, KV heads, size) with the memory layout of an engine."""
     count, rows, heads, size = keys.shape
     layout = pick.choice(["apart", "halves of heads", "halves of blocks", "heads first"])
     if layout == "apart":
@@ -240,7 +240,7 @@ def in_draws(test):
 
 
 class Cases:
-    """What is the same on a GPU and where that is emulated."""
+    """Tests for a GPU and for an emulated one."""
 
     device = "cuda"
 
@@ -384,7 +384,7 @@ class Cases:
                 self.near(out[b], expected(q[b], k[b], v[b], bias=bias[b])[0])
 
     def test_alibi_far_before_all_keys(self):
-        """Whatever distances are rounded to, those of one row's keys stay apart."""
+        """However distances are rounded, keys of a row keep different ones."""
         for dtype in (torch.float16, torch.bfloat16):
             options = {"dtype": dtype, "device": self.device}
             q = torch.randn(1, 3000, 2, 64, **options)
@@ -543,7 +543,7 @@ class Cases:
                     self.check_rows(out, lse, starts, most, q, caches, keys_of, others)
 
     def check_cut_rows(self, out, lse, starts, most):
-        """Those that a too small max_seqlen_q cuts off are zeros: over blocks exactly these."""
+        """Rows that a too small max_seqlen_q cuts off are zeros; over blocks no others are."""
         for first, end in zip(starts.tolist(), starts.tolist()[1:]):
             self.assertTrue((out[first + most : end] == 0).all(), "rows that are cut off")
             if lse is not None:
@@ -1397,7 +1397,7 @@ class OnAGpu(Cases, unittest.TestCase):
         return call, wanted
 
     def near_a_step(self, got, wanted):
-        """Outputs are means of many values, and as small: TOLERANCE would let much pass."""
+        """Outputs are means of many values, so small that TOLERANCE would accept wrong ones."""
         torch.testing.assert_close(got.float(), wanted, atol=4e-3, rtol=2e-2)
 
     def test_first_calls_of_a_stream(self):

@@ -272,7 +272,7 @@ def example():
 
 
 def work(rank, count, backend, file):
-    """What a process does."""
+    """The work of one process."""
     import torch.distributed as dist
 
     device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")

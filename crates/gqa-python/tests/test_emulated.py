@@ -25,7 +25,7 @@ if torch is not None:
     from torch.utils._pytree import tree_leaves
 
     class Allocations(TorchDispatchMode):
-        """What torch allocates in this thread, scratch memory of plans included: bytes of each."""
+        """The sizes of torch's allocations in this thread, scratch memory of plans included."""
 
         def __enter__(self):
             self.made = []
@@ -249,12 +249,12 @@ class Planned:
 
 
 def as_bytes(tensor):
-    """The same memory in a type that all of torch's functions know."""
+    """The same memory as a type that all functions of torch support."""
     return tensor.view(torch.uint8)
 
 
 def in_units(scale, per, heads, size):
-    """What (..., KV heads, size) is multiplied by, by a scale as kernels find it in memory."""
+    """The factors of (..., KV heads, size), from a scale as it lies in memory."""
     shape = {"tensor": (1, 1), "head": (heads, 1), "channel": (heads, size)}[per]
     strides = {"tensor": (0, 0), "head": (1, 0), "channel": (size, 1)}[per]
     return torch.as_strided(scale, shape, strides)
@@ -281,7 +281,7 @@ def at(address, layout):
 
 
 def run(planned, tensors):
-    """What _launch.run does, with what tells kernels their tensors by addresses."""
+    """Replaces _launch.run: runs the emulated kernels on the tensors at these addresses."""
     named = ((name, tensors[name]) for name in planned.tensors)
     planned.plan.layouts = {name: (x.shape, x.stride(), x.dtype) for name, x in named}
     _launch.run(planned, tensors)
@@ -294,7 +294,7 @@ def planned(gpu, call):
 
 
 class Gpu:
-    """What _gqa.Gpu is, for plans."""
+    """Stands for _gqa.Gpu, for plans."""
 
     def launches(self, call):
         return len(call.call.kernels(Planned.gpu))
@@ -304,7 +304,7 @@ class Gpu:
 
 
 class Call:
-    """What _gqa.Call is."""
+    """Stands for _gqa.Call."""
 
     external = staticmethod(lambda *asked: Planned("external", *asked))
     latent = staticmethod(lambda *asked: Planned("latent", *asked))
@@ -313,7 +313,7 @@ class Call:
 
 
 def earlier(arguments, numbers, window):
-    """What _flash._earlier does of calls on a GPU."""
+    """Replaces _flash._earlier for calls on a GPU."""
     looked = None
     if not _flash._is_compiling(arguments[0]):
         looked = _steps.look(arguments, numbers, window)
@@ -380,7 +380,7 @@ class Emulated(Cases, unittest.TestCase):
 
     @contextlib.contextmanager
     def on_a_gpu(self, memory):
-        """What torch allocates in this thread, and the counters that are kept, are in memory."""
+        """Puts torch's allocations of this thread, and cached counters, into the poisoned memory."""
         with (
             mock.patch.object(Planned, "memory", memory),
             mock.patch.dict(_launch._counters, clear=True),

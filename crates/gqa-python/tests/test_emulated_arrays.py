@@ -34,7 +34,7 @@ class Away:
 
 
 class Array:
-    """What _gqa.GpuArray is."""
+    """Stands for _gqa.GpuArray."""
 
     read_only = False
 
@@ -62,7 +62,7 @@ class Array:
 
 
 class Gpu:
-    """What _gqa.Gpu is."""
+    """Stands for _gqa.Gpu."""
 
     def __init__(self):
         self.taken = []
@@ -194,7 +194,7 @@ class Scratch(unittest.TestCase):
         self.assertEqual(kept.of(Stream(), 0, 5, Memory).count, 5)
 
     def work(self, stream):
-        """Of an array of cupy's in that stream."""
+        """The interface of a cupy array on that stream."""
         cupy = mock.Mock()
         cupy.cuda.get_current_stream.return_value = stream
         array = type("ndarray", (Away,), {"__module__": "cupy"})(np.zeros(3))

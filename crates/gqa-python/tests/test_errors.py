@@ -225,7 +225,7 @@ def cache_call(sequences=2, size=16, new=1):
 )
 @pytest.mark.parametrize("size", [4, 8, 12, 16])
 def test_a_row_of_the_cache_takes_one_new_token(change, size):
-    """Whatever else a call wants: one rule for all ways to compute it."""
+    """The same rule for every way to compute a call."""
     call, cache = cache_call(3, size)
     i4 = lambda *numbers: np.array(numbers, np.int32)
     for named, what, where in (

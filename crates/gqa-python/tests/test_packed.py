@@ -115,7 +115,7 @@ def check_sequences(draw, out, lse, parts, starts, ours):
 
 
 def test_nothing_is_copied():
-    """What goes on is the caller's memory, by strides."""
+    """The caller's memory is passed on, with strides."""
     qkv = np.ones((2, 5, 3, 4, 16), np.float32)
     taken, attend = [], _cpu._attend
 

@@ -90,7 +90,7 @@ class Registration(unittest.TestCase):
 
 @dataclasses.dataclass
 class Batch:
-    """What a forward pass has: for each sequence its rows, and its keys after the pass."""
+    """A forward pass: for each sequence its rows, and its keys after the pass."""
 
     lengths: list
     mode: object = None
@@ -155,7 +155,7 @@ class Engine:
 
 
 def runner(batch, dtype):
-    """What the backend reads of SGLang's runner."""
+    """The part of SGLang's runner that the backend reads."""
     is_none = mock.Mock(return_value=True)
     return types.SimpleNamespace(
         dtype=dtype,
@@ -231,7 +231,7 @@ class Layer:
 
 
 def forward_batch(engine):
-    """What SGLang's scheduler says of a pass."""
+    """SGLang's description of a pass."""
     batch = engine.batch
     rows, keys = zip(*batch.lengths)
     slots = [own[n - new : n] for own, (new, n) in zip(engine.tokens, batch.lengths)]

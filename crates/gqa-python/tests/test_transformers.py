@@ -122,7 +122,7 @@ class Models(unittest.TestCase):
         self.assertEqual(self.warned, set())
 
     def test_a_position_bias(self):
-        """Of an encoder and of a decoder, which has it beside its causal mask."""
+        """Padding masks of an encoder, and of a decoder beside its causal mask."""
         for name in ("T5", "UMT5"):
             sizes = {"vocab_size": 97, "d_model": 64, "d_kv": 16, "d_ff": 96, "num_heads": 4}
             config = getattr(transformers, f"{name}Config")
@@ -207,7 +207,7 @@ class Calls(unittest.TestCase):
         return self.normal(batch, 4, rows, 16), *(self.normal(batch, 2, keys, 16) for _ in "kv")
 
     def check(self, name, heads, mask=None, **named):
-        """The same as by a model's own attention, whose mask is of numbers."""
+        """The same as by a model's own attention, whose mask is added."""
         hidden = mask
         if mask is not None and mask.dtype == torch.bool:
             hidden = torch.zeros_like(mask, dtype=torch.float32).masked_fill(~mask, -1e9)

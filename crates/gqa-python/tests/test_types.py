@@ -12,7 +12,7 @@ needs_mypy = pytest.mark.skipif(importlib.util.find_spec("mypy") is None, reason
 
 
 def checked(*arguments):
-    """What a module of Python's says, whose code must be 0."""
+    """The output of `python -m module`, which must succeed."""
     command = [sys.executable, "-m", *arguments]
     ran = subprocess.run(command, cwd=FOLDER, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stdout + ran.stderr

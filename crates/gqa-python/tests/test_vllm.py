@@ -86,7 +86,7 @@ class Registration(unittest.TestCase):
 
 @dataclasses.dataclass
 class Batch:
-    """What a step has: for each sequence its rows, and its keys after the step."""
+    """A step: for each sequence its rows, and its keys after the step."""
 
     lengths: list
     heads: int = 8
@@ -206,7 +206,7 @@ class Layer:
 
 
 def metadata(batch, table, padded=False):
-    """What vLLM's runner tells a builder."""
+    """What vLLM's runner passes to a builder."""
     rows = [n for n, _ in batch.lengths] + [0] * batch.absent
     keys = [n for _, n in batch.lengths] + [0] * batch.absent
     starts = torch.tensor([0, *np.cumsum(rows)], dtype=torch.int32)
@@ -229,7 +229,7 @@ def metadata(batch, table, padded=False):
 
 
 def configured(max_model_len, max_num_batched_tokens=2048, max_num_seqs=64):
-    """What a layer reads of vLLM's configuration."""
+    """The part of vLLM's configuration that a layer reads."""
     scheduler = {"max_num_batched_tokens": max_num_batched_tokens, "max_num_seqs": max_num_seqs}
     return types.SimpleNamespace(
         model_config=types.SimpleNamespace(max_model_len=max_model_len),

@@ -1,9 +1,9 @@
-//! Errors of ours as candle's.
+//! Our errors as candle's.
 
 use candle::Error;
 use std::fmt::Display;
 
-/// As candle's, where sizes of heads have the names of [`Attention::new`](crate::Attention::new).
+/// Our error as candle's, with the argument names of [`Attention::new`](crate::Attention::new).
 pub(crate) fn ours(error: gqa_host::Error) -> Error {
     const NAMES: [(&str, &str); 4] = [
         ("heads.query", "query_heads"),

@@ -174,8 +174,8 @@ impl Boxes {
 }
 
 impl<S: Shape, T: MmaElement> Work<'_, S, T> {
-    /// The block of a row of the sequence; of rows that no query row sees, whose entries are
-    /// undefined, the last one that is seen.
+    /// The block of a row of the sequence. For rows past the last one that a query row sees, whose
+    /// table entries are undefined, the block of that row.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn block_of(&self, row: u32) -> u32 {
         if S::APART && self.p.log_block_size == CONTIGUOUS {
