@@ -11,10 +11,9 @@
 //! The second shape is a figure in the ISA (9.7.16.2.3.1.4); in words it is from JAX
 //! (`mosaic/gpu/tcgen05.py`), whose kernels run on such GPUs, and it is that of `mma` accumulators.
 //!
-//! The ISA says that reading a register that `tcgen05.ld` writes waits for it (9.7.16.6.4.5, since
-//! version 8.8), and that `tcgen05.wait::ld` is needed for the order of memory accesses. The
-//! functions here have a wait before registers are read nevertheless: a compiler that knows nothing
-//! of that might move the use of a register before it.
+//! The ISA says that reading a register that `tcgen05.ld` writes waits for it (9.7.16.6.4.5), and
+//! that `tcgen05.wait::ld` is needed for the order of memory accesses. Here the wait must come
+//! before registers are read nevertheless, which is right by either reading.
 
 use super::memory::{COLUMNS, Region, Touch};
 use super::order::Viewer;
