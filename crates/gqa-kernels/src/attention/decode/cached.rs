@@ -22,7 +22,7 @@ pub trait Cached: Copy {
     type Scale;
 
     /// Channels per 16 bits of the cache. The products put so many adjacent channels into different
-    /// column blocks ([`first_channel`]).
+    /// column blocks (`first_channel`).
     const GROUP: u32;
 
     /// Whether S of eight query rows is transposed, as in [`flipped`](crate::tile::flipped).

@@ -26,8 +26,7 @@ impl<
 > Decode<D8, UNITS, M, HALVES, N8, WARPS, STAGES, H, P>
 {
     /// The kernel for a contiguous KV cache. `tree_mask`, (batch, S), has a word for each new token
-    /// or is null. The output has the type of the first non-null pointer of
-    /// [`Results`](crate::attention::out::Results).
+    /// or is null. The output has the type of the first non-null pointer of `Results` (`out.rs`).
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn run<T: MmaElement>(
         q: Global<T>,
