@@ -96,8 +96,8 @@ pub mod scales {
 pub mod overlap {
     /// Nothing.
     pub const NONE: u32 = 0;
-    /// Load lengths and cache: of what the step reads, that launch writes only queries, new keys and
-    /// new values. Kernels that load keys early obey it.
+    /// Load lengths and cache: of what the step reads, that launch writes only queries, new keys
+    /// and new values. Kernels that load keys early obey it.
     pub const CACHE: u32 = 1;
     /// All it has to do, over a paged KV cache: neither launch reads or writes what the other one
     /// writes. It ends when that launch has ended.
@@ -766,8 +766,8 @@ layer!(
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 pub struct PagedDecodeParams {
-    /// The step: `q_len` is the most tokens of a sequence that it takes, batch strides are 0, `ahead`
-    /// is 0.
+    /// The step: `q_len` is the most tokens of a sequence that it takes, batch strides are 0,
+    /// `ahead` is 0.
     pub decode: DecodeParams,
     /// How far rows of the cache are apart.
     pub steps: PageSteps,

@@ -167,8 +167,8 @@ struct Token {
     position: usize,
 }
 
-/// The sequence that appends to each row of the cache, by (entry or block, row). A row takes one new
-/// token, and no other sequence may read it: on a GPU that would be a race.
+/// The sequence that appends to each row of the cache, by (entry or block, row). A row takes one
+/// new token, and no other sequence may read it: on a GPU that would be a race.
 struct Written(BTreeMap<[usize; 2], usize>);
 
 impl Written {

@@ -175,7 +175,8 @@ impl Array {
         self.check::<T>(count)?;
         match (count, self.is_contiguous()) {
             (0, _) => Ok(Cow::Borrowed(&[])),
-            // SAFETY: the array has `count` elements, and its owner does not write it during the call
+            // SAFETY: the array has `count` elements, and its owner does not write it during the
+            // call
             (_, true) => Ok(unsafe { std::slice::from_raw_parts(self.data(), count) }.into()),
             // SAFETY: of that type
             (_, false) => Ok(unsafe { self.read(|element: T| element) }?.into()),

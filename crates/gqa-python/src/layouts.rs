@@ -57,8 +57,8 @@ impl Layouts {
                 return Ok(None);
             }
             let mut tensor = MaybeUninit::<Tensor>::uninit();
-            // SAFETY: the object has the type that the function belongs to, and the function fills in
-            // the description
+            // SAFETY: the object has the type that the function belongs to, and the function fills
+            // in the description
             let failed = unsafe { (self.describe)(argument.as_ptr().cast(), tensor.as_mut_ptr()) };
             if failed != 0 {
                 // For example a tensor without memory: Python then reports it.

@@ -114,8 +114,8 @@ impl Table {
         }
     }
 
-    /// The blocks of a sequence's keys up to the last one of `used`, in a cache of `blocks` blocks of
-    /// `size` rows. Blocks before the first used key may be anything in the table; they become a
+    /// The blocks of a sequence's keys up to the last one of `used`, in a cache of `blocks` blocks
+    /// of `size` rows. Blocks before the first used key may be anything in the table; they become a
     /// valid block.
     pub fn blocks(
         &self,

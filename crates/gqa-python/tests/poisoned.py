@@ -26,7 +26,8 @@ class Memory:
         self.switch = lambda: None
 
     def take(self, count, stream):
-        """Allocates the first free range of that many bytes; it is freed with its last reference."""
+        """Allocates the first free range of that many bytes; it is freed with its last
+        reference."""
         self.switch()
         size = -(-count // _ALIGNMENT) * _ALIGNMENT
         with self.lock:

@@ -1001,7 +1001,8 @@ class Cases:
 
     @in_draws
     def test_sequences_like_earlier_ones(self):
-        """Sequences over blocks, of as many rows together, of which only the first are looked at."""
+        """Sequences over blocks, of as many rows together, of which only the first are looked
+        at."""
         options, kv = self.options(), (self.kv_heads, self.size)
         caches = [torch.randn(24, 16, *kv, **options) for _ in "kv"]
         table = torch.randperm(24, device=self.device).view(3, 8).int()

@@ -380,7 +380,8 @@ class Emulated(Cases, unittest.TestCase):
 
     @contextlib.contextmanager
     def on_a_gpu(self, memory):
-        """Puts torch's allocations of this thread, and cached counters, into the poisoned memory."""
+        """Puts torch's allocations of this thread, and cached counters, into the poisoned
+        memory."""
         with (
             mock.patch.object(Planned, "memory", memory),
             mock.patch.dict(_launch._counters, clear=True),

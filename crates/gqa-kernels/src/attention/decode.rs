@@ -134,8 +134,8 @@ pub const MAX_RANKS: u32 = 16;
 
 /// A kernel for head size `8 D8`, cache rows of `UNITS` 16-byte units, and `16 (M - 1) + 8 HALVES`
 /// packed query rows. Each team of the `WARPS` warps has `STAGES` tiles of `8 N8` keys in flight.
-/// `H` is [`Whole`], or [`Padded`] where heads may be smaller; `P` is how teams multiply. `shape.rs`
-/// names the shapes.
+/// `H` is [`Whole`], or [`Padded`] where heads may be smaller; `P` is how teams multiply.
+/// `shape.rs` names the shapes.
 pub struct Decode<
     const D8: usize,
     const UNITS: usize,

@@ -86,8 +86,8 @@ pub struct Tiled<
 // hold two CTAs. Two 16-row MMA tiles per warp halve the reads of K and V from shared memory; from
 // 192 columns on, their accumulators would not fit the registers.
 
-/// The kernel type of a shape: head size, query rows of a warp, keys of a tile, threads of a CTA, and
-/// whether there is a bias or a mask.
+/// The kernel type of a shape: head size, query rows of a warp, keys of a tile, threads of a CTA,
+/// and whether there is a bias or a mask.
 macro_rules! shape {
     (head $head:literal, warp_rows $rows:literal, keys $keys:literal, threads $threads:literal
      $(, masked $masked:literal)?) => {

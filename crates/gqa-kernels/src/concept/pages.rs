@@ -21,9 +21,9 @@ pub struct Length {
 }
 
 impl Length {
-    /// Number of rows before the new tokens: `new` tokens are computed, the last `cut` ones are not.
-    /// At least `least`; wraps below 0 if there are fewer rows than tokens. Clamped so that the rows
-    /// of computed tokens are within `capacity`, which is at least `new`.
+    /// Number of rows before the new tokens: `new` tokens are computed, the last `cut` ones are
+    /// not. At least `least`; wraps below 0 if there are fewer rows than tokens. Clamped so that
+    /// the rows of computed tokens are within `capacity`, which is at least `new`.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn past(self, least: i32, [new, cut]: [u32; 2], capacity: u32) -> u32 {
         let counted = if self.counts_new { new + cut } else { 0 };

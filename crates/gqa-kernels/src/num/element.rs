@@ -87,8 +87,8 @@ const HEADROOM: [u32; 2] = [7, 5];
 
 /// A type the tensor cores multiply, two elements to a 32-bit word, the first in the low half.
 pub trait MmaElement: Element {
-    /// Lazy-rescale threshold of the online softmax, in powers of two: how far P may exceed 1 before
-    /// the row maximum is raised, without a loss of precision.
+    /// Lazy-rescale threshold of the online softmax, in powers of two: how far P may exceed 1
+    /// before the row maximum is raised, without a loss of precision.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn headroom() -> f32 {
         const BITS: [u32; 2] = [(HEADROOM[0] as f32).to_bits(), (HEADROOM[1] as f32).to_bits()];

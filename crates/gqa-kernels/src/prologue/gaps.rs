@@ -141,8 +141,8 @@ impl<T: Element> Call<'_, T> {
         self.p.lack_rows != 0 && sequence.without_row() > 0 && sequence.seqlen().total > 0
     }
 
-    /// Whether a block that the sequence's tokens see is outside of the cache. Each lane keeps several
-    /// loads in flight, because this is bound by latency.
+    /// Whether a block that the sequence's tokens see is outside of the cache. Each lane keeps
+    /// several loads in flight, because this is bound by latency.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn has_gaps(&self, b: u32, sequence: Sequence) -> bool {
         const TOGETHER: u32 = 4;

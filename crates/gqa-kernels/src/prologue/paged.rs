@@ -305,8 +305,8 @@ impl<T: Element> New<T> {
         });
     }
 
-    /// [`append`](Self::append) with per-token scales: the lanes that share a row reduce its greatest
-    /// magnitude.
+    /// [`append`](Self::append) with per-token scales: the lanes that share a row reduce its
+    /// greatest magnitude.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn append_with_scales<C: Code>(
         &self,

@@ -119,8 +119,8 @@ pub fn flipped_scores<C: MmaCode, const M: usize, const U: usize, const N8: usiz
     scores
 }
 
-/// `out += (P · V)ᵀ` over `N8` 8-key MMA tiles. Rows of V have `U` units; the 8 columns of an output
-/// tile are every `P`-th channel of a unit, where a word has `P` values.
+/// `out += (P · V)ᵀ` over `N8` 8-key MMA tiles. Rows of V have `U` units; the 8 columns of an
+/// output tile are every `P`-th channel of a unit, where a word has `P` values.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn accumulate<
     C: MmaCode,

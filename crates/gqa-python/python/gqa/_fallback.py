@@ -83,7 +83,8 @@ def _rotated(x: Tensor, positions: Tensor, rope: Rope) -> Tensor:
 
 
 def gathered(cache: Tensor, table: Tensor, keys: int) -> Tensor:
-    """Gathers `keys` rows of each sequence from its blocks; zeros for blocks outside of the cache."""
+    """Gathers `keys` rows of each sequence from its blocks; zeros for blocks outside of the
+    cache."""
     table = table[:, : -(-keys // cache.shape[1])]
     known = is_block(table, cache.shape[0])
     rows = cache[torch.where(known, table, 0).long()]
@@ -133,8 +134,8 @@ def places_when_padded(count: int, starts: Tensor, rows: int) -> tuple[Tensor, T
 
 
 def places_from(count: int, first: Tensor, tokens: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """The place of each packed row after padding each sequence's tokens, from first on, at the right
-    to `rows` rows, and whether it has one."""
+    """The place of each packed row after padding each sequence's tokens, from first on, at the
+    right to `rows` rows, and whether it has one."""
     row = torch.arange(count, device=first.device)
     sequence = (torch.searchsorted(first.long(), row, right=True) - 1).clamp(min=0)
     nth = row - first[sequence]

@@ -15,8 +15,8 @@ _MOST_BYTES, _MOST_PLACES = 1 << 32, 1 << 31
 def of_blocks(
     shape: Sequence[int], strides: Sequence[int], element_bytes: int, rows: int
 ) -> Strides | None:
-    """Strides of a KV cache (blocks, rows of a block, KV heads, size), or of a cache (batch, capacity,
-    KV heads, size) that is cut into blocks; None if kernels cannot read it."""
+    """Strides of a KV cache (blocks, rows of a block, KV heads, size), or of a cache (batch,
+    capacity, KV heads, size) that is cut into blocks; None if kernels cannot read it."""
     count, capacity, heads, size = shape
     entry, row, head = (
         stride if n > 1 else 0 for n, stride in zip(shape[:3], strides[:3], strict=True)
@@ -43,8 +43,8 @@ def of_blocks(
 def of_tokens(
     shape: Sequence[int], strides: Sequence[int], element_bytes: int
 ) -> Strides | None:
-    """Strides of (tokens, heads, size) or (batch, tokens, heads, size) as one sequence of tokens; None
-    if kernels cannot read them. The stride of blocks is 0."""
+    """Strides of (tokens, heads, size) or (batch, tokens, heads, size) as one sequence of tokens;
+    None if kernels cannot read them. The stride of blocks is 0."""
     *outer, heads, size = shape
     *moves, head, one = strides
     if size > 1 and one != 1:

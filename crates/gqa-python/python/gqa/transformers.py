@@ -64,8 +64,8 @@ def _let_batch_continuously(name: str) -> None:
 
 
 def mask(*arguments: Any, **others: Any) -> Any:
-    """The mask of ``sdpa``, which transformers makes once for all layers. On a GPU its rows are padded
-    to suit the kernels."""
+    """The mask of ``sdpa``, which transformers makes once for all layers. On a GPU its rows are
+    padded to suit the kernels."""
     from transformers.masking_utils import sdpa_mask
 
     made = sdpa_mask(*arguments, **others)
@@ -150,8 +150,8 @@ def _check_others(others: dict[str, Any]) -> None:
 def _cached(
     module: Any, key: Tensor, value: Tensor, others: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    """Appends the new tokens to a cache of continuous batching, as transformers before 5.24 leaves to
-    the attention function, and returns the keys and values of all tokens."""
+    """Appends the new tokens to a cache of continuous batching, as transformers before 5.24 leaves
+    to the attention function, and returns the keys and values of all tokens."""
     named = {"key_states": key, "value_states": value, "layer_idx": module.layer_idx}
     updated = others["cache"].update(**named, kwargs=others)
     return cast("tuple[Tensor, Tensor]", updated)

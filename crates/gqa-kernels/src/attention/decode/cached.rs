@@ -100,8 +100,8 @@ pub trait Cached: Copy {
     /// Writes the per-token scales of a new key and value.
     fn store_row_scales(coding: Self::Coding, number: usize, of_row: [f32; 2]);
 
-    /// Multiplies the lane's accumulators by the scales of its channels, or by `unit` with per-token
-    /// scales.
+    /// Multiplies the lane's accumulators by the scales of its channels, or by `unit` with
+    /// per-token scales.
     fn scale<const M: usize, const D8: usize>(
         coding: Self::Coding,
         out: &mut Columns<M, D8>,

@@ -146,8 +146,8 @@ impl<
         Self::step(new_tokens, seqlens, blocks, output, splits, schedule, tree, p.decode);
     }
 
-    /// The same over a quantized cache in one of the formats of `F`: (block, row, KV head, bytes of a
-    /// row).
+    /// The same over a quantized cache in one of the formats of `F`: (block, row, KV head, bytes of
+    /// a row).
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn run_paged_quantized<F: MmaCode, T: MmaElement>(
         q: Global<T>,

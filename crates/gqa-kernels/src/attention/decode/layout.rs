@@ -55,7 +55,8 @@ pub trait Layout: Copy {
     /// Element offset of the head's row at a [place](Self::place), in a tensor with these strides.
     fn element(self, cache: Strides, rows: &Rows, place: u32) -> usize;
 
-    /// Per-token scales of the head: number of the first row's scale, and the distance between rows.
+    /// Per-token scales of the head: number of the first row's scale, and the distance between
+    /// rows.
     fn scales(self, a: &AttentionParams, rows: &Rows) -> (usize, u32);
 
     /// The place of a row of the sequence in the cache, which also numbers per-token scales; not
@@ -80,8 +81,8 @@ pub trait Layout: Copy {
     /// Looks up the page offsets of `rows` rows from `begin` on. Rows from `end` on need no block.
     fn find(self, begin: u32, end: u32, rows: u32) -> Self::Offsets;
 
-    /// Row `row` of the head at `source`, where rows have `cells` cells; it is the first row of piece
-    /// `piece` of a tile.
+    /// Row `row` of the head at `source`, where rows have `cells` cells; it is the first row of
+    /// piece `piece` of a tile.
     fn row<E: Pod>(
         self,
         offsets: Self::Offsets,
@@ -327,7 +328,8 @@ pub trait Heads {
     /// The layout of such heads over `L`.
     type Over<L: Layout>: Layout;
 
-    /// The layout of a call's heads; `per_unit` is the number of columns in 16 bytes of a cache row.
+    /// The layout of a call's heads; `per_unit` is the number of columns in 16 bytes of a cache
+    /// row.
     fn over<L: Layout>(layout: L, a: &AttentionParams, per_unit: u32) -> Self::Over<L>;
 }
 

@@ -244,8 +244,8 @@ impl<T: MmaElement, F: MmaCode> Cached for Codes<T, F> {
     }
 }
 
-/// Computes the per-token scales of the new tokens' tiles, padding rows included, and stores them in
-/// shared memory, to be read after a barrier. Each warp reduces whole rows.
+/// Computes the per-token scales of the new tokens' tiles, padding rows included, and stores them
+/// in shared memory, to be read after a barrier. Each warp reduces whole rows.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn find_row_scales<T: MmaElement, F: MmaCode, const D8: usize, const UNITS: usize>(
     code: F,

@@ -1,10 +1,10 @@
 //! Per-token scales of a quantized KV cache.
 //!
-//! One tile ahead of its use, lane `l` loads the scales of keys `l` and `l + 32` of a tile. Shuffles
-//! then broadcast them to the lanes that hold the scores of these keys. The scales of the keys
-//! multiply S. The scales of the values multiply P, which is float16: they are divided by a power
-//! of two, the *unit*, that grows with the largest scale so far. When it grows, the accumulators
-//! are divided by the growth.
+//! One tile ahead of its use, lane `l` loads the scales of keys `l` and `l + 32` of a tile.
+//! Shuffles then broadcast them to the lanes that hold the scores of these keys. The scales of the
+//! keys multiply S. The scales of the values multiply P, which is float16: they are divided by a
+//! power of two, the *unit*, that grows with the largest scale so far. When it grows, the
+//! accumulators are divided by the growth.
 
 use super::Decode;
 use super::cached::{Cached, ScaleStaging};
@@ -126,7 +126,8 @@ impl<
         }
     }
 
-    /// The unit that also covers the scales of this tile; brings the accumulators from `unit` to it.
+    /// The unit that also covers the scales of this tile; brings the accumulators from `unit` to
+    /// it.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn raise_unit(acc: &mut Columns<M, D8>, of_tile: &OfTile, unit: f32) -> f32 {
         const INFINITY: u32 = 0x7f80_0000;

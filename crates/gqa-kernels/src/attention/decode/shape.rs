@@ -1,6 +1,6 @@
 //! Named shapes of the kernels of a decode step: for each the head size, packed query rows, keys of
-//! a tile, warps, pipeline stages, and what differs from a cache of 16-bit elements, heads that fill
-//! their tiles, and products by `mma`.
+//! a tile, warps, pipeline stages, and what differs from a cache of 16-bit elements, heads that
+//! fill their tiles, and products by `mma`.
 
 use super::{Decode, Mma, Padded, Wgmma, Whole};
 

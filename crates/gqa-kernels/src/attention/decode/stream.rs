@@ -55,8 +55,8 @@ impl<
     pub(super) const TEAM: u32 = if Self::IN_TEAMS { products::TEAM } else { 1 };
     /// Teams of a CTA.
     pub(super) const TEAMS: u32 = WARPS / Self::TEAM;
-    /// Distance of two rows of accumulators in f32: padded against bank conflicts if the stages have
-    /// room.
+    /// Distance of two rows of accumulators in f32: padded against bank conflicts if the stages
+    /// have room.
     pub(super) const ACC_PITCH: u32 = {
         let padded = Self::HEAD_SIZE + UNIT;
         if Self::ROWS * padded * 4 <= Self::RING_BYTES { padded } else { Self::HEAD_SIZE }
@@ -134,8 +134,8 @@ impl<
         layout.lacks_rows(layout.find(range.begin(tile), range.old_end, Self::KEYS))
     }
 
-    /// Whether the new token that this lane looks up has no block. Together the lanes of a warp look
-    /// up every block that new tokens are appended to.
+    /// Whether the new token that this lane looks up has no block. Together the lanes of a warp
+    /// look up every block that new tokens are appended to.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn new_row_is_nowhere<L: Layout>(
         p: &DecodeParams,

@@ -18,8 +18,8 @@ pub(super) const WARPGROUP_ROWS: u32 = 64;
 pub(super) const WORK_SLOTS: u32 = MAX_STAGES;
 /// Bytes of a description.
 pub(super) const WORK_BYTES: u32 = 48;
-/// Bytes of a sequence in the window of `row_tiles.rs`: its first token, new tokens, past length, and
-/// the inclusive prefix sum of work tiles in the window.
+/// Bytes of a sequence in the window of `row_tiles.rs`: its first token, new tokens, past length,
+/// and the inclusive prefix sum of work tiles in the window.
 pub(super) const SEQUENCE_BYTES: u32 = 16;
 /// Bytes of the window: its sequences, their range, and the number of all work tiles.
 const WINDOW_BYTES: u32 = (LANES + 2) * SEQUENCE_BYTES;
@@ -187,10 +187,10 @@ pub(super) struct Arrival {
     pub(super) full: u32,
 }
 
-/// A tile shape: `D` columns of Q and K, `N` keys, `G` consumer warpgroups; per thread `C` registers
-/// of scores, `W` of packed P and `O` of output; `M` stages of mask tiles, or 0 without a mask; work
-/// tiles over all their keys or over `SPLITS`; K and V as elements or, with `CODES`, as quantized
-/// values. The macro `shape!` derives the registers.
+/// A tile shape: `D` columns of Q and K, `N` keys, `G` consumer warpgroups; per thread `C`
+/// registers of scores, `W` of packed P and `O` of output; `M` stages of mask tiles, or 0 without a
+/// mask; work tiles over all their keys or over `SPLITS`; K and V as elements or, with `CODES`, as
+/// quantized values. The macro `shape!` derives the registers.
 pub struct Hopper<
     const D: u32,
     const N: u32,
@@ -205,7 +205,8 @@ pub struct Hopper<
 
 /// The kernel type of a shape: head size of keys, and of values if that differs; keys of a tile;
 /// consumer warpgroups; bytes of an operand element; columns of ones behind V with which the tensor
-/// cores sum P; pipeline stages of mask tiles; whether keys are split; whether a cache is quantized.
+/// cores sum P; pipeline stages of mask tiles; whether keys are split; whether a cache is
+/// quantized.
 macro_rules! shape {
     (head $head:literal, $($rest:tt)*) => { shape!(@ $head, $head, $($rest)*) };
     (heads $head:literal and $values:literal, $($rest:tt)*) => {

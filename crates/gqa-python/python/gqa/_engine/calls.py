@@ -136,8 +136,8 @@ def most_scratch(kv_heads: int, size: int, longest: int) -> int:
 
 
 def prepared(step: Step, given: Given, most_scratch: int, stream: int) -> Call:
-    """The call of a step for layers like this one. Scratch memory is bounded by running sequences in
-    groups, except in a graph, whose next step has other lengths.
+    """The call of a step for layers like this one. Scratch memory is bounded by running sequences
+    in groups, except in a graph, whose next step has other lengths.
 
     A plan of a graph waits for its specialized kernels. Others do not: prompts of new lengths bring
     new kernels while requests wait.
