@@ -31,7 +31,7 @@ const TARGETS: [&str; 5] = ["sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_120a"];
 /// 64 keys. `append_dequantized` and `paged_append` have four CTAs to an SM, which on Hopper is
 /// faster even with spills than three are without
 /// (`docs/results/2026-11-28-h200-float8-keys`, `2026-11-28-h200-batches`).
-const SPILLS: [(&str, &str, u32); 108] = [
+const SPILLS: [(&str, &str, u32); 114] = [
     ("gqa_append_dequantized", "sm_75", 128),
     ("gqa_append_dequantized", "sm_80", 128),
     ("gqa_append_dequantized", "sm_89", 128),
@@ -97,7 +97,13 @@ const SPILLS: [(&str, &str, u32); 108] = [
     ("gqa_hopper_paged_quantized_d128", "sm_90a", 16),
     ("gqa_hopper_paged_quantized_f8_d64", "sm_90a", 52),
     ("gqa_hopper_paged_quantized_f8_d128", "sm_90a", 96),
-    ("gqa_hopper_paged_split_d192", "sm_90a", 200),
+    ("gqa_hopper_paged_quantized_split_d64", "sm_90a", 140),
+    ("gqa_hopper_paged_quantized_split_d128", "sm_90a", 220),
+    ("gqa_hopper_paged_quantized_split_f8_d64", "sm_90a", 292),
+    ("gqa_hopper_paged_quantized_split_f8_d128", "sm_90a", 280),
+    ("gqa_hopper_paged_split_d96", "sm_90a", 28),
+    ("gqa_hopper_paged_split_d128", "sm_90a", 256),
+    ("gqa_hopper_paged_split_d192", "sm_90a", 328),
     ("gqa_hopper_paged_split_d256", "sm_90a", 128),
     ("gqa_hopper_split_d64", "sm_90a", 24),
     ("gqa_hopper_split_d128", "sm_90a", 40),

@@ -80,7 +80,7 @@ pub use float8::operands_grid;
 pub(in crate::attention) use float8::power_of_two;
 pub use float8::{float8_operands, transposed_columns, transposed_rows};
 pub use pages::{LEAST_BOX, box_rows};
-pub use parts::{MERGE_CTAS, MERGE_SHARED_BYTES, MERGE_THREADS, MOST_CTAS, merge as merge_parts};
+pub use parts::{MERGE_THREADS, merge as merge_parts};
 pub(in crate::attention) use queries::{exponent, greatest_of_vector};
 pub use schedule::{MOST_ROW_TILES, MOST_SEQUENCES};
 #[cfg(not(target_arch = "nvptx64"))]
@@ -682,12 +682,10 @@ pub fn paged_grid(p: &PagedHopperParams, rows: u32, multiprocessors: u32) -> [u3
     [tiles.saturating_mul(a.q_heads).min(multiprocessors), 1, 1]
 }
 
-/// Grid of the merge that follows CTAs with equal ranges of the work: as many CTAs as run at a
-/// time, or have rows.
+/// Grid of the merge that follows CTAs with equal ranges of the work.
 #[cfg(not(target_arch = "nvptx64"))]
-pub fn merge_grid(p: &PagedHopperParams, multiprocessors: u32) -> [u32; 3] {
-    let most = p.ctas * (schedule::ROWS / parts::MERGE_ROWS);
-    [most.min(parts::MERGE_CTAS * multiprocessors), 1, 1]
+pub fn merge_grid(p: &PagedHopperParams) -> [u32; 3] {
+    [schedule::ROWS / parts::MERGE_ROWS, p.ctas, 1]
 }
 
 /// Words of a division: those of row tiles, and those of where ranges begin.

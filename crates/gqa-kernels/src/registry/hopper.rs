@@ -122,8 +122,8 @@ hopper_paged_kernels!(HOPPER_PAGED_SPLIT, SplitAttention, run_paged_split,
 kernels!(HOPPER_PAGED_MERGE, HopperPaged: Merge, "family-hopper-paged",
     (row_tiles: u32, range_starts: u32, part_columns: f32, part_states: [f32; 2], head_sink: T, out: T;
      p: PagedHopperParams),
-    each { head_size: 256, rows: 0, keys: 0, threads: hopper::MERGE_THREADS,
-           min_blocks: hopper::MERGE_CTAS, shared: hopper::MERGE_SHARED_BYTES, hot: true, min_sm: 90 }, {
+    each { head_size: 256, rows: 0, keys: 0, threads: hopper::MERGE_THREADS, min_blocks: 2,
+           shared: 0, hot: true, min_sm: 90 }, {
     gqa_hopper_paged_merge_f16 => hopper::merge_parts::<f16>, T = f16;
     gqa_hopper_paged_merge_bf16 => hopper::merge_parts::<bf16>, T = bf16;
 });

@@ -1682,7 +1682,7 @@ fn a_long_sequence_beside_a_prompt_is_split() {
     let p: &PagedHopperParams = bytemuck::from_bytes(&plan.launches[1].params);
     assert_eq!((p.tile_heads, p.ctas, p.shortest, p.keys), (4, 132, 2, 128));
     let grids = [1, 2].map(|launch| plan.launches[launch].grid);
-    assert_eq!(grids, [[132, 1, 1], [264, 1, 1]]);
+    assert_eq!(grids, [[132, 1, 1], [8, 132, 1]]);
     // No more CTAs than there may be pieces of two key tiles of 34, in row tiles of 16 tokens: the
     // device may find all tokens in one sequence, or as many in each as the longest has.
     let ctas = |tokens: usize| {
@@ -1812,10 +1812,15 @@ fn few_tokens_after_quantized_keys_are_divided() {
     assert_eq!(kernels(&of(DType::F16, CODES[0]), &off), of_halves);
     let of_float8 = divided("hopper_paged_quantized_split_f8_bf16_d128");
     assert_eq!(kernels(&of(DType::BF16, CODES[2]), &off), of_float8);
-    // One launch takes the decode steps beside it, too.
-    let mixed = quantized(over_blocks(32, 256, 30_000), CODES[0]);
-    let mixed = with_pages(mixed, |pages| Pages { tokens: 256 + 31, ..pages });
-    assert_eq!(kernels(&mixed, &off), of_halves);
+    // One launch takes the decode steps beside it, too, unless these have very many keys.
+    let beside = |steps: usize, keys: usize| {
+        let mixed = quantized(over_blocks(1 + steps, 256, keys), CODES[0]);
+        kernels(&with_pages(mixed, |pages| Pages { tokens: 256 + steps, ..pages }), &off)
+    };
+    assert_eq!(beside(2, 2000), of_halves);
+    let apart = beside(31, 30_000);
+    assert_eq!(apart[0], "decode_paged_q8_f16_d128_r16_w4");
+    assert_eq!(apart[1..], of_halves);
 }
 
 /// Of a quantized cache the keys of long prompts are copied, which then are divided; those of

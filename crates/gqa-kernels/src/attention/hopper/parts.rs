@@ -6,8 +6,8 @@
 
 use super::output::Output;
 use super::packing::{PackedRow, Packing};
-use super::schedule::{ROWS, Schedule, first_above, sum_up_to_thread, tile_word};
-use super::shape::{Tile, WARPGROUP_ROWS};
+use super::schedule::{ROWS, Schedule, tile_word};
+use super::shape::Tile;
 use crate::concept::softmax::{LOG2_E, SoftmaxState};
 use crate::num::MmaElement;
 use crate::params::{PagedHopperParams, sink};
@@ -16,15 +16,8 @@ use crate::tile::warp::{LANES, sum as warp_sum};
 
 /// Threads of a CTA of the merge.
 pub const MERGE_THREADS: u32 = 32 * MERGE_WARPS;
-/// CTAs of the merge on an SM.
-pub const MERGE_CTAS: u32 = 2;
-/// Shared memory of the merge, in bytes.
-pub const MERGE_SHARED_BYTES: u32 = 4 * (LANES + MOST_CTAS);
-/// Rows of a row tile that a CTA merges at a time.
+/// Rows of a row tile that a CTA merges. More CTAs take longer to begin than they save.
 pub(super) const MERGE_ROWS: u32 = MERGE_WARPS * WARP_ROWS as u32;
-
-/// Most CTAs of the attention: more than a GPU has SMs.
-pub const MOST_CTAS: u32 = 1024;
 
 const MERGE_WARPS: u32 = 8;
 /// Rows of a warp, whose loads are under way together.
@@ -101,33 +94,6 @@ impl Parts {
     }
 }
 
-/// A row tile of several pieces.
-struct SharedTile {
-    /// Its first token, of the sequence's.
-    first: u32,
-    /// The sequence's first token.
-    start: u32,
-    /// Tokens of the sequence.
-    rows: u32,
-}
-
-impl SharedTile {
-    /// That in which the range of a CTA ends.
-    #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn new(schedule: Schedule, cta: u32, [row_tile, ..]: [u32; 3]) -> Self {
-        let words = tile_word(cta, row_tile);
-        let [_, first, start, _] = schedule.row_tiles.load_vec((words + 4) as usize);
-        let [past, total, ..] = schedule.row_tiles.load_vec((words + 8) as usize);
-        Self { first, start, rows: total.wrapping_sub(past) }
-    }
-
-    /// Tokens from its first one on.
-    #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn tokens(&self) -> u32 {
-        self.rows.saturating_sub(self.first)
-    }
-}
-
 /// A row of a shared row tile, while its pieces are merged.
 #[derive(Clone, Copy)]
 struct Merged {
@@ -136,12 +102,8 @@ struct Merged {
     columns: [[f32; COLUMNS as usize]; 2],
 }
 
-/// The kernel that merges pieces. **Grid** ([`merge_grid`](super::merge_grid)): as many CTAs as run
-/// at a time. Each finds how many rows the shared row tiles have, and its warps take two of them at
-/// a time: row tiles of decode steps have few, those of chunks many.
-///
-/// **Shared memory**: the pairs of rows up to those of each CTA of the attention, which merges the
-/// row tile whose first piece it had; before them a number of each warp.
+/// The kernel that merges pieces. **Grid**: 16 rows of a tile, then CTAs of the attention. A CTA
+/// merges these rows of the row tile whose first piece that CTA of the attention had.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn merge<T: MmaElement>(
     row_tiles: Global<u32>,
@@ -155,22 +117,32 @@ pub fn merge<T: MmaElement>(
     grid_dependency_wait();
     launch_dependents();
     let parts = Parts::new([row_tiles, range_starts], part_columns, part_states, &p);
-    let (ctas, pairs) = (p.ctas.min(MOST_CTAS), Shared::<u32>::at(4 * LANES));
-    let mut all = 0;
-    for first in Rolled(0..ctas, MERGE_THREADS) {
-        let cta = first + thread_idx();
-        let own = if cta < ctas { parts.row_pairs(cta, &p) } else { 0 };
-        let up_to = all + sum_up_to_thread(Shared::at(0), MERGE_WARPS, own, &mut all);
-        if cta < ctas {
-            pairs.store(cta, up_to);
-        }
+    let cta = block_idx_y();
+    let [begin, end] = [0, 1].map(|next| parts.schedule.range_start(cta + next));
+    let [row_tile, group, keys] = end;
+    if keys == 0 || is_within(begin, end) {
+        return;
     }
-    sync_threads();
-    let first = block_idx_x() * MERGE_WARPS + warp();
-    for pair in Rolled(first..all, grid_dim_x() * MERGE_WARPS) {
-        let cta = first_above(pairs, ctas, pair);
-        let before = if cta == 0 { 0 } else { pairs.load(cta - 1) };
-        parts.merge_pair(cta, WARP_ROWS as u32 * (pair - before), (out, head_sink), &p);
+    let words = tile_word(cta, row_tile);
+    let [_, first, start, _] = row_tiles.load_vec((words + 4) as usize);
+    let [past, total, ..] = row_tiles.load_vec((words + 8) as usize);
+    let row = block_idx_x() * MERGE_ROWS + warp() * WARP_ROWS as u32;
+    let found: [PackedRow; WARP_ROWS] = core::array::from_fn(|i| {
+        let row = Packing::Heads(p.tile_heads).find(first, row, i as u32);
+        PackedRow { is_empty: row.is_empty || row.token >= total.wrapping_sub(past), ..row }
+    });
+    let exists = found.map(|row| !row.is_empty);
+    // Warps without rows make room for others.
+    if !any_sync(exists[0] || exists[1]) {
+        return;
+    }
+    let merged = parts.merge_rows(cta, end, (row, exists), &p);
+    for i in 0..WARP_ROWS {
+        if exists[i] {
+            let head = group * p.tile_heads + found[i].head;
+            let at = p.hopper.attention.out.at(0, head, start + found[i].token);
+            merged[i].store(out.offset(at), head, head_sink, &p);
+        }
     }
 }
 
@@ -228,49 +200,6 @@ impl Merged {
 }
 
 impl Parts {
-    /// Pairs of rows of the row tile whose first piece the CTA had, if others have more of it.
-    #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn row_pairs(self, cta: u32, p: &PagedHopperParams) -> u32 {
-        let [begin, end] = [0, 1].map(|next| self.schedule.range_start(cta + next));
-        if end[2] == 0 || is_within(begin, end) {
-            return 0;
-        }
-        let tile = SharedTile::new(self.schedule, cta, end);
-        let packing = Packing::Heads(p.tile_heads);
-        let (tokens, most) = (tile.tokens(), packing.tokens());
-        let rows = match tokens > most {
-            true => WARPGROUP_ROWS + (tokens - most).min(most) * packing.heads(),
-            false => tokens * packing.heads(),
-        };
-        rows.div_ceil(WARP_ROWS as u32)
-    }
-
-    /// Merges two rows of that row tile, from row `row` on.
-    #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn merge_pair<T: MmaElement>(
-        self,
-        cta: u32,
-        row: u32,
-        (out, head_sink): (Global<T>, Global<T>),
-        p: &PagedHopperParams,
-    ) {
-        let end = self.schedule.range_start(cta + 1);
-        let tile = SharedTile::new(self.schedule, cta, end);
-        let found: [PackedRow; WARP_ROWS] = core::array::from_fn(|i| {
-            let row = Packing::Heads(p.tile_heads).find(tile.first, row, i as u32);
-            PackedRow { is_empty: row.is_empty || row.token >= tile.rows, ..row }
-        });
-        let exists = found.map(|row| !row.is_empty);
-        let merged = self.merge_rows(cta, end, (row, exists), p);
-        for i in 0..WARP_ROWS {
-            if exists[i] {
-                let head = end[1] * p.tile_heads + found[i].head;
-                let at = p.hopper.attention.out.at(0, head, tile.start + found[i].token);
-                merged[i].store(out.offset(at), head, head_sink, p);
-            }
-        }
-    }
-
     /// Merges rows of the tile in which the range of `cta` ends at `end`, from row `row` on, those
     /// that exist. CTAs behind that one have the other pieces; an empty range has none.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]

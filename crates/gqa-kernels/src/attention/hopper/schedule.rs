@@ -238,25 +238,19 @@ impl<S: Tile> Call<'_, S> {
     /// The sum of `own` up to this thread, and adds that of all threads to `all`.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn sum_up_to_thread(own: u32, all: &mut u32) -> u32 {
-        sum_up_to_thread(Self::sums(0), S::THREADS / LANES, own, all)
+        let sums = Self::sums(0);
+        let up_to = sum_up_to(lane(), own);
+        if lane() == LANES - 1 {
+            sums.store(warp(), up_to);
+        }
+        sync_threads();
+        let of_warp = if lane() < S::THREADS / LANES { sums.load(lane()) } else { 0 };
+        let of_warps = sum_up_to(lane(), of_warp);
+        let before = shfl_idx_u32(of_warps, warp().saturating_sub(1));
+        *all += shfl_idx_u32(of_warps, LANES - 1);
+        sync_threads();
+        if warp() == 0 { up_to } else { before + up_to }
     }
-}
-
-/// The sum of `own` up to this thread of a CTA of `warps` warps, and adds that of all threads to
-/// `all`. All threads take part; `sums` is shared memory for a number of each warp.
-#[cfg_attr(target_arch = "nvptx64", inline(always))]
-pub(super) fn sum_up_to_thread(sums: Shared<u32>, warps: u32, own: u32, all: &mut u32) -> u32 {
-    let up_to = sum_up_to(lane(), own);
-    if lane() == LANES - 1 {
-        sums.store(warp(), up_to);
-    }
-    sync_threads();
-    let of_warp = if lane() < warps { sums.load(lane()) } else { 0 };
-    let of_warps = sum_up_to(lane(), of_warp);
-    let before = shfl_idx_u32(of_warps, warp().saturating_sub(1));
-    *all += shfl_idx_u32(of_warps, LANES - 1);
-    sync_threads();
-    if warp() == 0 { up_to } else { before + up_to }
 }
 
 /// The first word of a row tile as a CTA leaves it.
@@ -267,7 +261,7 @@ pub(super) fn tile_word(cta: u32, row_tile: u32) -> u32 {
 
 /// The first of `count` rising numbers that is above `value`; `count` if none is.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
-pub(super) fn first_above(numbers: Shared<u32>, count: u32, value: u32) -> u32 {
+fn first_above(numbers: Shared<u32>, count: u32, value: u32) -> u32 {
     let (mut low, mut high) = (0, count);
     while low < high {
         let middle = (low + high) / 2;

@@ -217,7 +217,7 @@ impl Division {
         let [row_tiles, key_tiles] = self.most;
         let pieces = row_tiles.saturating_mul(self.groups);
         let pieces = pieces.saturating_mul(key_tiles.div_ceil(self.shortest));
-        pieces.min(self.multiprocessors).clamp(1, kernels::MOST_CTAS as usize)
+        pieces.clamp(1, self.multiprocessors)
     }
 
     /// Whether CTAs have room to divide the call, and can count its work.
@@ -242,13 +242,11 @@ pub(super) struct PagedCall {
     pub(super) params: PagedHopperParams,
     arguments: Vec<(&'static str, Arg)>,
     blocks: u32,
-    multiprocessors: u32,
 }
 
 impl PagedCall {
     pub(super) fn new(job: Job<'_>, entry: &'static Entry) -> Result<Self> {
         let params = paged_params(&job, entry)?;
-        let multiprocessors = job.device.multiprocessors;
         let mut arguments = arguments(&job, &params, entry)?;
         arguments.extend(scratch(&params, entry, job.scratch)?);
         Ok(Self {
@@ -256,7 +254,6 @@ impl PagedCall {
             params,
             arguments,
             blocks: if params.is_secondary == 1 { params.secondary } else { params.primary },
-            multiprocessors,
         })
     }
 
@@ -267,7 +264,7 @@ impl PagedCall {
             // Behind a launch that appends an early start costs a short call half a microsecond.
             return Ok(vec![Launch { programmatic: self.params.is_secondary == 1, ..attention }]);
         }
-        let grid = kernels::merge_grid(&self.params, self.multiprocessors);
+        let grid = kernels::merge_grid(&self.params);
         let merge = launch(merge_of(self.entry)?, grid, &self.arguments, &self.params)?;
         Ok([attention, merge].map(|launch| Launch { programmatic: true, ..launch }).to_vec())
     }

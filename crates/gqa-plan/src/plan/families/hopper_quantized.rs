@@ -12,7 +12,7 @@ use crate::{Error, Problem, QuantFormat, Result};
 use bytemuck::Zeroable;
 use gqa_kernels::attention::hopper as kernels;
 use gqa_kernels::params::{AttentionParams, QuantizedHopperParams, Strides};
-use gqa_kernels::registry::{self, Entry};
+use gqa_kernels::registry::{self, Entry, Role};
 
 pub(super) struct HopperQuantized;
 
@@ -75,6 +75,9 @@ pub(super) fn converting_pays(call: &Call<'_>, entry: &Entry) -> Result<(), Reje
     // one more launch to be dequantized.
     let of_contiguous: u16 = if entry.formats.is_empty() { 512 } else { 1024 };
     let max = if p.pages.is_some() { 2 * of_contiguous } else { of_contiguous };
+    // The keys of all sequences would be dequantized where their work is divided.
+    let is_divided = entry.role == Role::SplitAttention && !entry.formats.is_empty();
+    let max = if is_divided { 2 * max } else { max };
     if call.options.force.is_some() {
         return Ok(());
     }
