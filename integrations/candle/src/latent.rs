@@ -70,14 +70,14 @@ impl LatentAttention {
 /// # use gqa_candle::{LatentAttention, LatentKvCache, Rope};
 /// # fn main() -> Result<()> {
 /// let (dtype, device) = (DType::F32, &Device::Cpu);
-/// // 4 query heads; rows of 40 elements, of which the first 32 are values, and the last 8 rotate.
-/// let rope = Rope::of_frequency(10_000., 8, 64, dtype, device)?.interleaved();
-/// let attention = LatentAttention::new(4, 40, 32, 0.2).rope(rope, 32);
+/// // 4 query heads; rows of 48 elements, of which the first 32 are values, and the last 16 rotate.
+/// let rope = Rope::of_frequency(10_000., 16, 64, dtype, device)?.interleaved();
+/// let attention = LatentAttention::new(4, 48, 32, 0.2).rope(rope, 32);
 /// let mut cache = LatentKvCache::new(&attention, 8, 16, dtype, device)?;
 /// let sequence = cache.begin();
 /// for tokens in [20, 1] {
-///     let query = Tensor::ones((tokens, 4, 40), dtype, device)?;
-///     let rows = Tensor::ones((tokens, 40), dtype, device)?;
+///     let query = Tensor::ones((tokens, 4, 48), dtype, device)?;
+///     let rows = Tensor::ones((tokens, 48), dtype, device)?;
 ///     let output = cache.attend(&query, &rows, &[(sequence, tokens)])?;
 ///     assert_eq!(output.dims(), [tokens, 4, 32]);
 /// }
