@@ -464,8 +464,8 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
         );
     }
 
-    /// `run_paged_quantized` with equal ranges of the work, as [`run_paged_split`](D128::run_paged_split)
-    /// has them.
+    /// `run_paged_quantized` with equal ranges of the work, as
+    /// [`run_paged_split`](D128::run_paged_split) has them.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn run_paged_split_quantized<T: MmaElement, const FLOAT8_KEYS: bool>(
         q: TensorMap,

@@ -161,7 +161,8 @@ hopper_quantized_kernels!(HOPPER_PAGED_QUANTIZED, HopperPagedQuantized: Attentio
     gqa_hopper_paged_quantized_f16_d128, gqa_hopper_paged_quantized_bf16_d128, gqa_hopper_paged_quantized_f8_bf16_d128 => hopper::QuantizedD128;
 });
 
-// Heads share row tiles, and CTAs have equal ranges of the work, which [`HOPPER_PAGED_MERGE`] merges.
+// Heads share row tiles, and CTAs have equal ranges of the work, which those of HOPPER_PAGED_MERGE
+// merge.
 hopper_quantized_kernels!(HOPPER_PAGED_QUANTIZED_SPLIT, HopperPagedQuantized: SplitAttention, "family-hopper-paged-quantized", run_paged_split_quantized, PAGED_SHARED_BYTES,
     ([q 0, k 1, v 2] cos: T, sin: T, k_scale: f32, v_scale: f32, starts: i32, past_seqlens: i32, block_table: i32, head_sink: T, out: T,
      row_tiles: u32, range_starts: u32, part_columns: f32, part_states: [f32; 2];
