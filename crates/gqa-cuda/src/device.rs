@@ -106,8 +106,8 @@ impl Device {
         Ok(Self(inner))
     }
 
-    /// The same GPU through a context of its own, for kernels whose texts are changed. A kernel that
-    /// does not end keeps that context from being dropped, and no other one from its work.
+    /// The same GPU through a context of its own, for kernels whose texts are changed. A kernel
+    /// that does not end keeps that context from being dropped, and no other one from its work.
     pub(super) fn apart(&self, rewrite: Rewrite) -> Result<Self, DriverError> {
         let context = Context::create(self.0.context.device())?;
         let modules = Modules::new(self.0.modules.version()).rewritten(rewrite);

@@ -15,8 +15,9 @@
 //!    of its own, made small by [`pack`].
 //!
 //! A crate that only reads shipped PTX uses this one without the default feature `build`: for
-//! [`unpack`], for [`fold`], which folds parameters into the text as constants, for [`bound`], whose
-//! kernels do not hang, and for [`as_f16`], which makes a kernel for float16 of one for bfloat16.
+//! [`unpack`], for [`fold`], which folds parameters into the text as constants, for [`bound`],
+//! whose kernels do not hang, and for [`as_f16`], which makes a kernel for float16 of one for
+//! bfloat16.
 //!
 //! ```no_run
 //! # fn main() -> Result<(), gqa_ptx::Error> {

@@ -130,8 +130,8 @@ impl LatentKvCache {
     /// attend to all of their sequence up to themselves.
     ///
     /// The tokens of the sequences lie one behind the other: `query` has shape
-    /// (tokens, query heads, head size) and `rows` (tokens, head size), neither of them rotated. Returns a
-    /// tensor of shape (tokens, query heads, value size).
+    /// (tokens, query heads, head size) and `rows` (tokens, head size), neither of them rotated.
+    /// Returns a tensor of shape (tokens, query heads, value size).
     ///
     /// # Errors
     ///

@@ -132,6 +132,10 @@ fn kernels_of_hopper_write_it() {
         (Call::new(DType::BF16, 128, 70, 190), off(), "gqa_hopper_bf16_d128"),
         (Call::new(DType::F16, 80, 66, 66), off(), "gqa_hopper_f16_d80_r128"),
         (Call::new(DType::BF16, 256, 64, 64), off(), "gqa_hopper_bf16_d256"),
+        (Call::new(DType::BF16, 96, 70, 70), off(), "gqa_hopper_bf16_d96_r128"),
+        (Call::new(DType::F16, 160, 64, 64), off(), "gqa_hopper_f16_d160"),
+        (Call::new(DType::F16, 192, 66, 66), off(), "gqa_hopper_f16_d192"),
+        (Call::new(DType::BF16, 224, 64, 64), off(), "gqa_hopper_bf16_d224"),
     ] {
         for layout in [Layout::Bsnh, Layout::Bnsh] {
             let call = Call { layout, ..call };

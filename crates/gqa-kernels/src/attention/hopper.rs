@@ -144,8 +144,8 @@ impl<
     /// Dynamic shared memory of a CTA over a paged KV cache, in bytes.
     pub const PAGED_SHARED_BYTES: u32 = <Self as Tile>::PAGED_BYTES;
 
-    /// The body of all kernels here. `cache` holds the scales of a quantized cache, or is `()`;
-    /// `convert` is the loop of the warpgroup that converts tiles, called only if `CODES`.
+    /// The body of all kernels here. `cache` holds the format and the scales of a quantized cache,
+    /// or is `()`.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn attend<T: MmaElement, P: Steps, K: CacheScales>(
         [q, k, v]: [TensorMap; 3],
@@ -154,7 +154,6 @@ impl<
         counter: Global<u32>,
         p: &AttentionParams,
         cache: K,
-        convert: impl FnOnce(u32),
     ) {
         const {
             assert!(
@@ -188,7 +187,7 @@ impl<
         sync_threads();
         if CODES && thread_idx() >= (G + 1) * WARPGROUP {
             registers_lower::<40>();
-            convert(base);
+            cache.convert_tiles::<Self, P>(base);
             return;
         }
         if thread_idx() < WARPGROUP {
@@ -278,7 +277,7 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
             .then_some(Quantized { out: out_f8, scale: out_scale });
         let to = Destination { quantized, ..Destination::new(out, lse, v_head_size) };
         let pointers = Pointers { rotation, ..Pointers::new(head_sink, to) };
-        Self::attend::<T, T, ()>([q, k, v], seqlens, pointers, counter, &attention, (), |_| ());
+        Self::attend::<T, T, ()>([q, k, v], seqlens, pointers, counter, &attention, ());
     }
 
     /// The kernel for a paged KV cache: k and v are (block, row, KV head, head size), and
@@ -351,7 +350,7 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
         let lengths = Seqlens::of_pages(pages.sequences.past_seqlens);
         let pages = Some(pages);
         let pointers = Pointers { rotation, pages, ..Pointers::new(head_sink, to) };
-        Self::attend::<T, T, ()>(maps, lengths, pointers, counter, &p.hopper.attention, (), |_| ());
+        Self::attend::<T, T, ()>(maps, lengths, pointers, counter, &p.hopper.attention, ());
     }
 }
 
@@ -379,15 +378,7 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
         let scales = Some(Float8Scales { row_factors, v_scale, per });
         let to = Destination::new(out, Global::null(), p.attention.head_size);
         let pointers = Pointers { scales, ..Pointers::new(head_sink, to) };
-        Self::attend::<T, Float8, ()>(
-            [q, k, v],
-            seqlens,
-            pointers,
-            counter,
-            &p.attention,
-            (),
-            |_| (),
-        );
+        Self::attend::<T, Float8, ()>([q, k, v], seqlens, pointers, counter, &p.attention, ());
     }
 }
 
@@ -416,7 +407,7 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
         let rotation = Some(Rotation { cos, sin, params: rotary });
         let to = Destination::new(out, lse, v_head_size);
         let per = ScalesPer::new(p.scales);
-        let scales = Scales::new(k_scale, v_scale, per);
+        let scales = Scales::new(k_scale, v_scale, per, p.format);
         let pointers = Pointers { rotation, ..Pointers::new(head_sink, to) };
         Self::attend_quantized::<T, FLOAT8_KEYS>(
             [q, k, v],
@@ -424,7 +415,6 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
             pointers,
             &attention,
             scales,
-            p.format,
         );
     }
 
@@ -452,7 +442,7 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
         let to = Destination::new(out, Global::null(), p.paged.hopper.v_head_size);
         let pages = Some(Pages::new(starts, past_seqlens, block_table, &p.paged));
         let per = ScalesPer::new(p.scales);
-        let scales = Scales::new(k_scale, v_scale, per);
+        let scales = Scales::new(k_scale, v_scale, per, p.format);
         let pointers = Pointers { rotation, pages, ..Pointers::new(head_sink, to) };
         Self::attend_quantized::<T, FLOAT8_KEYS>(
             [q, k, v],
@@ -460,7 +450,6 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
             pointers,
             &p.paged.hopper.attention,
             scales,
-            p.format,
         );
     }
 
@@ -494,7 +483,7 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
         let pages = Pages::new(starts, past_seqlens, block_table, &p.paged);
         let pages = Some(pages.shared(parts, &p.paged));
         let per = ScalesPer::new(p.scales);
-        let scales = Scales::new(k_scale, v_scale, per);
+        let scales = Scales::new(k_scale, v_scale, per, p.format);
         let pointers = Pointers { mask: None, rotation, pages, scales: None, head_sink, to };
         Self::attend_quantized::<T, FLOAT8_KEYS>(
             [q, k, v],
@@ -502,7 +491,6 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
             pointers,
             &p.paged.hopper.attention,
             scales,
-            p.format,
         );
     }
 
@@ -513,15 +501,12 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
         pointers: Pointers<T>,
         p: &AttentionParams,
         scales: Scales,
-        format: u32,
     ) {
         let p = &scales.join(p);
         if FLOAT8_KEYS {
-            let convert = |base| convert::run::<Self, Float8Keys>(base, format);
-            Self::attend::<T, Float8Keys, _>(maps, lengths, pointers, counter, p, scales, convert);
+            Self::attend::<T, Float8Keys, _>(maps, lengths, pointers, counter, p, scales);
         } else {
-            let convert = |base| convert::run::<Self, f16>(base, format);
-            Self::attend::<T, f16, _>(maps, lengths, pointers, counter, p, scales, convert);
+            Self::attend::<T, f16, _>(maps, lengths, pointers, counter, p, scales);
         }
     }
 }
@@ -544,7 +529,7 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
     ) {
         let to = Destination::new(out, lse, p.head_size);
         let pointers = Pointers::new(head_sink, to);
-        Self::attend::<T, T, ()>([q, k, v], seqlens, pointers, counter, &p, (), |_| ());
+        Self::attend::<T, T, ()>([q, k, v], seqlens, pointers, counter, &p, ());
     }
 }
 
@@ -567,7 +552,7 @@ impl<const D: u32, const N: u32, const G: u32, const C: usize, const W: usize, c
     ) {
         let to = Destination { partial_out, ..Destination::new(out, partial_lse, p.head_size) };
         let pointers = Pointers::new(head_sink, to);
-        Self::attend::<T, T, ()>([q, k, v], seqlens, pointers, counter, &p, (), |_| ());
+        Self::attend::<T, T, ()>([q, k, v], seqlens, pointers, counter, &p, ());
     }
 }
 
@@ -592,7 +577,7 @@ impl<const D: u32, const N: u32, const G: u32, const C: usize, const W: usize, c
         let mask = Some(Mask::new(tiles, bias, &p));
         let to = Destination::new(out, lse, p.v_head_size);
         let pointers = Pointers { mask, ..Pointers::new(head_sink, to) };
-        Self::attend::<T, T, ()>([q, k, v], seqlens, pointers, counter, &p.attention, (), |_| ());
+        Self::attend::<T, T, ()>([q, k, v], seqlens, pointers, counter, &p.attention, ());
     }
 }
 

@@ -13,7 +13,8 @@
 //!   any barrier or mbarrier, and `tcgen05_fence_after` of those who go on.
 //!
 //! To give memory back needs the waits and the barrier, but no fences. What products read from
-//! shared memory must be ordered before a `tcgen05_fence_after` of the thread that issues them, too.
+//! shared memory must be ordered before a `tcgen05_fence_after` of the thread that issues them,
+//! too.
 //!
 //! Where documents disagree:
 //! - Only products into the same D form a pipeline in the ISA's list. Published kernels (CUTLASS's

@@ -3,8 +3,8 @@
 //! D is M by N in f32: column `n` of it is column `n` of tensor memory from the address on. Row `m`
 //! is lane `m` for M of 128 (layout D of the PTX ISA, 9.7.16.10.5). For M of 64 it is lane
 //! `m / 16 · 32 + m % 16`, and an address with lane 16 has the other half of the lanes (layout F; a
-//! figure there, in words as published tests of a B200 read the result). A in tensor memory is K-major, in
-//! the lanes of D's rows, with two or four elements in a column.
+//! figure there, in words as published tests of a B200 read the result). A in tensor memory is
+//! K-major, in the lanes of D's rows, with two or four elements in a column.
 
 use super::descriptor::{Descriptor, Major};
 use super::instruction::{Instruction, Kind, Operand};

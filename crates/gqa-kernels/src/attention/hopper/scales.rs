@@ -1,7 +1,7 @@
-//! Applies the scales of a quantized cache whose values are converted to float16 unscaled: scales
-//! of keys multiply the queries before their product, or S after it; scales of values multiply the
-//! output.
+//! A quantized cache: its values are converted to float16 unscaled; scales of keys multiply the
+//! queries before their product, or S after it; scales of values multiply the output.
 
+use super::convert;
 use super::float8::{self, kv_head};
 use super::operand::Operand;
 use super::queries::{self, HeadScales, TileRows};
@@ -12,8 +12,12 @@ use crate::num::MmaElement;
 use crate::params::AttentionParams;
 use crate::simt::*;
 
-/// How the scales of a cache apply to a consumer's queries and output.
+/// How a cache becomes operands, and how its scales apply to a consumer's queries and output.
 pub(super) trait CacheScales: Copy {
+    /// The loop of the warpgroup that converts tiles; there is none for a cache of elements.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn convert_tiles<S: Tile, P: Operand>(&self, _base: u32) {}
+
     /// Converts the queries if they need it, and returns a thread's factors from S to exponents of
     /// 2 where they differ between rows.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
@@ -40,13 +44,15 @@ pub(super) struct Scales {
     /// includes.
     keys: Global<f32>,
     values: float8::Scales,
+    /// [`Format`](crate::num::code::Format), by its number.
+    format: u32,
 }
 
 impl Scales {
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub(super) fn new(keys: Global<f32>, values: Global<f32>, per: ScalesPer) -> Self {
+    pub(super) fn new(keys: Global<f32>, values: Global<f32>, per: ScalesPer, format: u32) -> Self {
         let (row_factors, v_scale) = (Global::null(), values);
-        Self { keys, values: float8::Scales { row_factors, v_scale, per } }
+        Self { keys, values: float8::Scales { row_factors, v_scale, per }, format }
     }
 
     /// Multiplies the scale of the scores by the single scale of the keys, if there is one. The
@@ -59,6 +65,11 @@ impl Scales {
 }
 
 impl CacheScales for Scales {
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn convert_tiles<S: Tile, P: Operand>(&self, base: u32) {
+        convert::run::<S, P>(base, self.format);
+    }
+
     /// Converts the queries to float16 and returns their factors.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn row_factors<T: MmaElement, P: Operand, S: Tile>(
