@@ -2,7 +2,9 @@
 //! and in clusters of every size.
 
 use gqa_host::backend::sim::Sim;
+use gqa_host::backend::{Backend, Io};
 use gqa_host::plan::{DeviceInfo, PlanOptions, plan};
+use gqa_host::{Problem, Result};
 use gqa_kernels::params::DecodeParams;
 use gqa_tests::{Case, Parity, paged_steps, parity, sequences, steps, tall_steps};
 use proptest::strategy::Strategy;
@@ -105,6 +107,25 @@ fn decode_is_reference_by_warps_of_16_rows() {
 fn decode_is_reference_by_warpgroups() {
     parity("sim, more than 32 rows", 40, tall_steps(200), &Sim::default());
     parity("sim, more than 32 rows, 2 clusters of 2", 15, tall_steps(300), &clusters(2, 2));
+}
+
+/// Plans each step for sequences as long as the cache, as graphs that serve all steps are.
+struct Longest(Sim);
+
+impl Backend for Longest {
+    fn name(&self) -> &'static str {
+        "sim, longest"
+    }
+
+    fn run(&self, problem: &Problem, io: &mut Io<'_>) -> Result<()> {
+        self.0.run(&problem.with_total_len(problem.capacity)?, io)
+    }
+}
+
+#[test]
+fn a_plan_for_the_longest_sequence_serves_every_step() {
+    let tokens = steps(20).prop_map(|case| Case { q_len: 1, kv_heads: 1, ..case });
+    sequences("sim, longest", 12, 60, tokens.boxed(), || Longest(Sim::default()));
 }
 
 #[test]

@@ -66,13 +66,13 @@ fn a_head_size_with_a_row_of_its_own_keeps_the_tiles_that_its_calls_had() {
                         && other.runs_on(device.sm)
                         && other.shared_bytes <= device.shared_bytes
                         && other.min_sm <= device.sm
-                        && (other.family, other.role, other.dtype, other.formats, other.output)
+                        && (other.family, other.role, other.dtype, other.formats, other.outputs)
                             == (
                                 chosen.family,
                                 chosen.role,
                                 chosen.dtype,
                                 chosen.formats,
-                                chosen.output,
+                                chosen.outputs,
                             )
                 };
                 // Kernels of `general` have no tiles, those of `decode` rows for one head size.
