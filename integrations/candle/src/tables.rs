@@ -4,10 +4,6 @@ use crate::error::invalid;
 use candle::Result;
 use std::collections::BTreeMap;
 
-/// A sequence of a [`PagedKvCache`](crate::PagedKvCache).
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct Sequence(pub(crate) u64);
-
 /// The most tokens that kernels count, of a sequence or of a call: in int32.
 const MOST_TOKENS: usize = i32::MAX as usize;
 
