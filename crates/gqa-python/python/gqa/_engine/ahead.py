@@ -51,7 +51,7 @@ def _steps(most: Limits) -> Iterator[tuple[int, int, tuple[int, int]]]:
     """
     all_rows = sorted({2, 3, 5, 9, 17, 33, 65, 129, 513, 2049, most.rows}, reverse=True)
     all_keys = sorted({128, 1024, 4096, 16384, most.keys}, reverse=True)
-    for keys, chunks, others in itertools.product(all_keys, (1, 4), (0, 3, 15, 63, None)):
+    for keys, chunks, others in itertools.product(all_keys, (1, 4), (0, 3, 15, 40, 63, None)):
         decodes = most.sequences - chunks if others is None else others
         for rows in all_rows:
             sequences, tokens = chunks + decodes, chunks * rows + decodes
