@@ -172,7 +172,9 @@ def test_a_gpu_over_float8(heads, rows, causal, by_row):
     )
     wanted = expected(given[0].float().numpy(), numbers.numpy(), table, lengths, 512, causal)
     np.testing.assert_allclose(out.float().cpu(), wanted[0], atol=3e-2, rtol=3e-2)
-    np.testing.assert_allclose(lse.cpu(), wanted[1], atol=3e-2, rtol=1e-3)
+    # With a scale per row, keys are rounded to bfloat16.
+    atol = 3e-2 if by_row else 1e-2
+    np.testing.assert_allclose(lse.cpu(), wanted[1], atol=atol, rtol=1e-3)
 
 
 @pytest.mark.skipif(torch is None, reason="no torch")

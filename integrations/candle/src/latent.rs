@@ -70,7 +70,7 @@ impl LatentAttention {
 /// # use gqa_candle::{LatentAttention, LatentKvCache, Rope};
 /// # fn main() -> Result<()> {
 /// let (dtype, device) = (DType::F32, &Device::Cpu);
-/// // 4 query heads; rows of 48 elements, of which the first 32 are values, and the last 16 rotate.
+/// // 4 query heads; rows of 48 elements: the first 32 are the value, the last 16 have RoPE.
 /// let rope = Rope::of_frequency(10_000., 16, 64, dtype, device)?.interleaved();
 /// let attention = LatentAttention::new(4, 48, 32, 0.2).rope(rope, 32);
 /// let mut cache = LatentKvCache::new(&attention, 8, 16, dtype, device)?;
