@@ -4,7 +4,9 @@ use crate::block::{self, Block, Hold};
 use crate::collective::meet;
 use crate::fault::FaultKind;
 use crate::instruction::Collective;
-use crate::shared::{Checked, Clocks, Known, Stamp, View, join_known, raise};
+use crate::shared::{
+    Checked, Clocks, Known, RANK_SHIFT, Stamp, View, address_of, join_known, raise,
+};
 use bytemuck::Pod;
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
@@ -13,8 +15,6 @@ use std::rc::Rc;
 
 /// The most CTAs of a cluster, with the non-portable cluster size allowed.
 pub(crate) const MAX_CLUSTER: u32 = 16;
-/// Bits of an address within a CTA; the rank, plus 1, is above them.
-pub(crate) const RANK_SHIFT: u32 = 24;
 
 /// What the CTAs of a cluster share.
 #[derive(Default)]
@@ -174,21 +174,13 @@ pub(crate) fn wait(block: &mut Block, first: usize) -> Checked {
     Ok(())
 }
 
-/// Decodes an address of the cluster's window: the rank, if it is another CTA, and the address
-/// within it.
-fn locate(block: &Block, address: u32) -> Checked<(Option<u32>, u32)> {
-    let (above, within) = (address >> RANK_SHIFT, address % (1 << RANK_SHIFT));
-    match above.checked_sub(1) {
-        None => Ok((None, within)),
-        Some(rank) if rank == block.membership.rank => Ok((None, within)),
-        Some(rank) if rank < block.membership.cluster.size() => Ok((Some(rank), within)),
-        Some(_) => misuse(block, format!("{address:#x} is not an address of the cluster's window")),
+/// The rank in an address of the cluster's window, if it is that of another CTA.
+fn other_rank(block: &Block, address: u32) -> Checked<Option<u32>> {
+    let rank = address >> RANK_SHIFT;
+    if rank >= block.membership.cluster.size() {
+        return misuse(block, format!("{address:#x} is not an address of the cluster's window"));
     }
-}
-
-/// An address of the CTA of that rank, in the cluster's window.
-pub(crate) fn address_of(rank: u32, address: u32) -> u32 {
-    ((rank + 1) << RANK_SHIFT) | address
+    Ok((rank != block.membership.rank).then_some(rank))
 }
 
 /// The clocks of the running CTA, and the CTA of that rank, if the running thread may access
@@ -246,8 +238,7 @@ fn find<'a>(
     address: u32,
     reach: impl FnOnce(&'a mut Block, u32) -> Checked<(&'a mut Clocks, &'a mut Block)>,
 ) -> Checked<Reached<'a>> {
-    let (rank, address) = locate(block, address)?;
-    let Some(rank) = rank else { return Ok(Reached::Own(block, address)) };
+    let Some(rank) = other_rank(block, address)? else { return Ok(Reached::Own(block, address)) };
     let (clocks, other) = reach(block, rank)?;
     Ok(Reached::Other { clocks, other, address })
 }

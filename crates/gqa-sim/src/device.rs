@@ -3,7 +3,6 @@
 
 use crate::block;
 use crate::fault::FaultKind;
-use crate::shared::BASE;
 use bytemuck::Pod;
 
 pub use crate::arithmetic::{
@@ -75,7 +74,7 @@ identity! {
     /// Warp within the CTA.
     warp = |block| block.who.thread / 32;
     /// Byte address in the shared window at which the CTA's dynamic shared memory starts.
-    shared_base = |_| BASE;
+    shared_base = |block| block.shared.base();
 }
 
 /// Loads a value of 1, 2, 4 or 8 bytes, aligned to its size.

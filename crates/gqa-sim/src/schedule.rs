@@ -154,7 +154,9 @@ impl Team {
         for (rank, run) in runs.iter().enumerate() {
             let mut block = run.block;
             // SAFETY: nobody else uses the CTA yet.
-            let membership = unsafe { &mut block.as_mut().membership };
+            let block = unsafe { block.as_mut() };
+            block.shared.set_rank(rank as u32);
+            let membership = &mut block.membership;
             membership.cluster = cluster.clone();
             membership.rank = rank as u32;
         }

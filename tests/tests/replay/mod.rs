@@ -28,13 +28,14 @@ impl Replay {
         Self { device: device.clone(), stream, captured: Mutex::default() }
     }
 
-    fn capture(&self, problem: &Problem, io: &Io<'_>) -> Result<Captured> {
+    fn capture(&self, problem: &Problem, io: &mut Io<'_>) -> Result<Captured> {
         let longest = problem.with_total_len(problem.capacity)?;
         let plan = plan(&longest, self.device.info(), &PlanOptions::default())?;
         let call = Arc::new(Call::new(&self.device, plan)?);
         call.poison(&self.stream)?; // The workspace; the cache follows.
-        call.upload(TensorId::PresentKey, io.present_key, &self.stream)?;
-        call.upload(TensorId::PresentValue, io.present_value, &self.stream)?;
+        for (id, host) in io.outputs().filter(|(id, _)| id.is_present()) {
+            call.upload(id, host, &self.stream)?;
+        }
         let graph = Graph::capture(&self.stream, std::slice::from_ref(&call))?;
         Ok(Captured { call, graph })
     }

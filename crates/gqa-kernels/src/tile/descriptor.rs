@@ -11,7 +11,7 @@ impl Descriptor {
     /// Of a tile in shared memory.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn new(address: u32, chunk_bytes: u32) -> Self {
-        Self(address >> 4 | (chunk_bytes >> 4) << 16)
+        Self(address_and_chunk(address, chunk_bytes))
     }
 
     /// The descriptor moved by `bytes` in the first chunk; the second chunk stays where it is.
@@ -37,7 +37,7 @@ impl TensorDescriptor {
     /// Of a tile in shared memory, whose chunks of 64 columns are `chunk_bytes` apart.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn new(address: u32, chunk_bytes: u32) -> Self {
-        Self(address >> 4 | (chunk_bytes >> 4) << 16)
+        Self(address_and_chunk(address, chunk_bytes))
     }
 
     /// The descriptor moved by `bytes`.
@@ -48,6 +48,14 @@ impl TensorDescriptor {
         const GROUP: u32 = 1024 >> 4;
         ((SWIZZLE_128 | VERSION | GROUP) as u64) << 32 | (self.0 + (bytes >> 4)) as u64
     }
+}
+
+/// The lower half of a descriptor: the address, without the CTA's rank in its cluster that it has
+/// from bit 24 on, and the distance between chunks.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+fn address_and_chunk(address: u32, chunk_bytes: u32) -> u32 {
+    const ADDRESS: u32 = (1 << 18) - 1;
+    (address & ADDRESS) >> 4 | (chunk_bytes >> 4) << 16
 }
 
 /// Instruction descriptor of `tcgen05.mma`: A of that many rows and 16 columns, K-major, times B of

@@ -115,7 +115,8 @@ fn operand(
     read: shared::Stamp,
 ) -> Checked<Vec<f32>> {
     let units = Descriptor::new(descriptor).and_then(|place| place.units(operand.tile()));
-    let units = refuse(block, units)?;
+    let mut units = refuse(block, units)?;
+    units.iter_mut().for_each(|unit| *unit = block.shared.described(*unit));
     fetch(block, read, &units)?;
     let mut numbers = Vec::with_capacity((operand.extent * operand.depth()) as usize);
     for unit in units {

@@ -11,6 +11,7 @@
 //! The swizzle then exchanges bits of that address, as TMA does.
 
 use super::tensor::Swizzle;
+use crate::shared::SharedMemory;
 use std::ops::Range;
 
 /// Bits between the fields.
@@ -45,6 +46,11 @@ impl Descriptor {
             return Err(format!("descriptor {bits:#x} sets reserved bits"));
         }
         Ok(decoded)
+    }
+
+    /// Of an operand in that memory.
+    pub(super) fn of(self, memory: &SharedMemory) -> Self {
+        Self { start: memory.described(self.start), ..self }
     }
 
     fn starts_in_first_row(self) -> bool {

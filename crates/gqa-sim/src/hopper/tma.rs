@@ -8,7 +8,7 @@ use crate::communicate::{self, Access};
 use crate::fault::{Agent, FaultKind};
 use crate::global::Global;
 use crate::memory::{Buffer, Refusal};
-use crate::shared::{Checked, Kind, Stamp, Touch, View};
+use crate::shared::{Checked, Kind, RANK_SHIFT, Stamp, Touch, View, address_of};
 use bytemuck::Pod;
 
 /// A kernel's tensor-map parameter.
@@ -206,12 +206,15 @@ fn start_multicast(block: &mut Block, rank: u32, load: Load) -> Checked {
     check_place(block, &layout, load.destination)?;
     let bytes = layout.tile_bytes();
     let cluster = block.membership.cluster.clone();
-    match cluster::reach_address(block, cluster::address_of(rank, load.destination))? {
+    let [destination, barrier] =
+        [load.destination, load.barrier].map(|address| address_of(rank, address));
+    let load = Load { destination, barrier, ..load };
+    match cluster::reach_address(block, destination)? {
         Reached::Own(block, _) => start_load(block, load)?,
         Reached::Other { clocks, other, .. } => {
-            let write = mbarrier::begin_multicast(other, clocks, load.thread, load.barrier)?;
+            let write = mbarrier::begin_multicast(other, clocks, load.thread, barrier)?;
             let touch = Touch::by(load.thread, Kind::Load(write));
-            other.shared.touch_peer(clocks, (load.destination, bytes), &touch)?;
+            other.shared.touch_peer(clocks, (destination, bytes), &touch)?;
             other.hopper.loads.push(load);
             other.woken = true;
             cluster.woken.set(true);
@@ -249,10 +252,9 @@ fn bulk<T: Pod>(destination: u32, source: Global<T>, i: usize, bytes: u32, barri
 /// mbarrier of the same CTA.
 fn start_store(block: &mut Block, address: u32, words: &[u32], barrier: u32) -> Checked {
     let thread = block.who.thread;
-    if address >> cluster::RANK_SHIFT != barrier >> cluster::RANK_SHIFT {
+    if address >> RANK_SHIFT != barrier >> RANK_SHIFT {
         return misuse(block, "st_async to one block and onto the mbarrier of another".to_owned());
     }
-    let barrier = barrier % (1 << cluster::RANK_SHIFT);
     let count = words.len() as u32;
     let mut padded = [0; 4];
     padded[..words.len()].copy_from_slice(words);

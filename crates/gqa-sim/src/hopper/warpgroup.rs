@@ -161,6 +161,7 @@ fn descriptor(block: &Block, warpgroup: usize, register: usize) -> Checked<Descr
         return misuse(warpgroup, "lanes give different descriptors".to_owned());
     }
     Descriptor::new(words[0] as u64 | (words[1] as u64) << 32)
+        .map(|place| place.of(&block.shared))
         .or_else(|what| misuse(warpgroup, what))
 }
 

@@ -7,8 +7,8 @@ mod order;
 mod shadow;
 
 use crate::fault::FaultKind;
-use address::fault;
-pub(crate) use address::{BASE, Checked};
+use address::{BASE, fault};
+pub(crate) use address::{Checked, RANK_SHIFT, address_of};
 use bytemuck::Pod;
 pub(crate) use clocks::{Clocks, Known, Seen, Stamp, View, join_known, raise};
 pub(crate) use history::{Kind, Touch};
@@ -24,6 +24,8 @@ pub(crate) struct SharedMemory {
     /// Four per word, valid where the word's own cell is split. Empty until a word is split.
     byte_cells: Vec<Cell>,
     bytes: u32,
+    /// The CTA's rank in its cluster, which its addresses have.
+    rank: u32,
     /// Replaces the cells once a kernel uses synchronisation that warp clocks cannot follow.
     order: Option<Box<Order>>,
 }
@@ -36,6 +38,21 @@ enum Access {
 }
 
 impl SharedMemory {
+    /// Gives the memory the addresses of a CTA of that rank.
+    pub(crate) fn set_rank(&mut self, rank: u32) {
+        self.rank = rank;
+    }
+
+    /// Address of the first byte.
+    pub(crate) fn base(&self) -> u32 {
+        address_of(self.rank, BASE)
+    }
+
+    /// The address of which a matrix descriptor has the bits that it has room for.
+    pub(crate) fn described(&self, address: u32) -> u32 {
+        address_of(self.rank, address)
+    }
+
     /// Unwritten memory of that size.
     pub(crate) fn reset(&mut self, bytes: u32) {
         let words = bytes.div_ceil(4) as usize;
@@ -82,7 +99,7 @@ impl SharedMemory {
 
     /// Delivers a copy that [`Self::begin_copy`] announced.
     pub(crate) fn land_copy(&mut self, who: Who, address: u32, value: [u32; 4]) {
-        let offset = (address - BASE) as usize;
+        let offset = (address - self.base()) as usize;
         *self.vec(offset) = value;
         if let Some(order) = &mut self.order {
             order.land_copy(who.thread, offset);
@@ -177,7 +194,7 @@ impl SharedMemory {
 
     /// Replaces words from an address that has been checked.
     pub(crate) fn put_words(&mut self, address: u32, words: &[u32]) {
-        let start = ((address - BASE) / 4) as usize;
+        let start = ((address - self.base()) / 4) as usize;
         self.words[start..start + words.len()].copy_from_slice(words);
     }
 
@@ -188,9 +205,9 @@ impl SharedMemory {
         addresses: impl IntoIterator<Item = u32>,
     ) -> Checked {
         let who = Who { thread: touch.issuers.start, ..Who::default() };
-        let size = self.bytes;
+        let (base, size) = (self.base(), self.bytes);
         let order = self.order.as_mut().expect("units are touched by vector clocks");
-        order.touch_units(touch, addresses.into_iter().map(|address| place(size, who, address, 16)))
+        order.touch_units(touch, addresses.into_iter().map(|address| place([base, size], who, address, 16)))
     }
 
     /// Makes eight bytes an mbarrier.
@@ -202,13 +219,13 @@ impl SharedMemory {
 
     /// The 16 bytes at an address that has been checked.
     pub(crate) fn peek(&self, address: u32) -> [u32; 4] {
-        let start = ((address - BASE) / 4) as usize;
+        let start = ((address - self.base()) / 4) as usize;
         self.words[start..start + 4].try_into().expect("four words")
     }
 
     /// Replaces the 16 bytes at an address that has been checked.
     pub(crate) fn put(&mut self, address: u32, value: [u32; 4]) {
-        *self.vec((address - BASE) as usize) = value;
+        *self.vec((address - self.base()) as usize) = value;
     }
 
     /// Checks [`Self::load_row`] by vector clocks.
@@ -247,7 +264,7 @@ impl SharedMemory {
 
     #[inline(always)]
     fn place(&self, who: Who, address: u32, bytes: u32) -> Checked<usize> {
-        place(self.bytes, who, address, bytes)
+        place([self.base(), self.bytes], who, address, bytes)
     }
 
     #[inline(always)]
@@ -312,13 +329,13 @@ impl SharedMemory {
     }
 }
 
-/// Offset of an address that is aligned and inside `size` bytes.
+/// Offset of an address that is aligned and inside `size` bytes from `base` on.
 #[inline(always)]
-fn place(size: u32, who: Who, address: u32, bytes: u32) -> Checked<usize> {
-    let offset = address.wrapping_sub(BASE);
+fn place([base, size]: [u32; 2], who: Who, address: u32, bytes: u32) -> Checked<usize> {
+    let offset = address.wrapping_sub(base);
     if offset as u64 + bytes as u64 > size as u64 {
-        let (thread, end) = (who.thread, BASE + size);
-        return fault(FaultKind::SharedBounds { thread, address, bytes, base: BASE, end });
+        let (thread, end) = (who.thread, base + size);
+        return fault(FaultKind::SharedBounds { thread, address, bytes, base, end });
     }
     if !offset.is_multiple_of(bytes) {
         return fault(FaultKind::SharedAlignment { thread: who.thread, address, bytes });

@@ -56,6 +56,25 @@ fn ranks_count_blocks_along_x() {
     }
 }
 
+/// As on a Hopper GPU, where a matrix descriptor has no room for the rank.
+#[test]
+fn addresses_of_a_block_have_its_rank() {
+    let mut places = vec![0; 2 * CLUSTER as usize];
+    let kernel = |arguments: &Arguments| {
+        if thread_idx() == 0 {
+            assert_eq!(peer_address(at(16), cluster_rank()), at(16));
+            st_shared(at(16), block_idx_x());
+            st_peer(at(20), ld_peer::<u32>(at(16)) + 1);
+            assert_eq!(ld_shared::<u32>(at(20)), block_idx_x() + 1);
+            arguments.global::<u32>(0).store(block_idx_x() as usize, shared_base());
+        }
+    };
+    run(3, kernel, &[Arg::write(&mut places)]).unwrap();
+    for (block, place) in places.iter().enumerate() {
+        assert_eq!(place - places[0], (block as u32 % CLUSTER) << 24);
+    }
+}
+
 #[test]
 fn impossible_clusters_are_refused() {
     let launches = [
