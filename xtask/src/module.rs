@@ -23,10 +23,9 @@ impl Module {
             .flat_map(|family| family.targets().iter().map(move |&target| Self { family, target }))
     }
 
-    /// `tiled` of `family-tiled`.
+    /// Such as `tiled-masked`.
     pub fn family_name(self) -> &'static str {
-        let feature = self.family.feature();
-        feature.strip_prefix("family-").unwrap_or(feature)
+        self.family.module()
     }
 
     /// Such as `tiled.sm_80`.
@@ -39,11 +38,11 @@ impl Module {
         // Builds that share a folder wait for each other.
         let folder = place::target().join(format!("ptx/{}", parallel::worker()));
         let builder = Builder::new(toolchain, place::kernels(), folder);
-        let features = [self.target.feature, "quick"];
-        let features = &features[..if quick { 2 } else { 1 }];
+        let module = format!("ptx_module=\"{}\"", self.target.module);
         let mut built = builder.build(&gqa_ptx::Target {
             name: &self.name(),
-            features,
+            features: if quick { &["quick"] } else { &[] },
+            cfg: &[&module],
             cpu: self.target.arch,
             ptx: self.target.ptx,
         })?;
@@ -82,7 +81,7 @@ impl Module {
     fn missing(self, ptx: &str) -> Vec<&'static str> {
         let there: BTreeSet<String> = post::entry_names(ptx).into_iter().collect();
         let wanted = registry::entries()
-            .filter(|entry| entry.family == self.family && entry.feature == self.target.feature)
+            .filter(|entry| entry.family == self.family && entry.module == self.target.module)
             .filter(|entry| self.runs(entry.name));
         wanted.map(|entry| entry.name).filter(|name| !there.contains(*name)).collect()
     }

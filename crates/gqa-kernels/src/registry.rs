@@ -22,14 +22,14 @@
 /// (`entries!`). What all rows have in common may come before them: `each { head_size, …
 /// }, { NAME => BODY, T = TYPE; }`.
 macro_rules! kernels {
-    ($table:ident, $family:ident: $role:ident, $feature:literal, $args:tt, each $spec:tt, { $($(#[$meta:meta])* $name:ident => $body:expr, $t:ident = $ty:ty;)* }) => {
-        kernels!($table, $family: $role, $feature, $args, { $($(#[$meta])* $name => $body, $t = $ty, $spec;)* });
+    ($table:ident, $family:ident: $role:ident, $module:literal, $args:tt, each $spec:tt, { $($(#[$meta:meta])* $name:ident => $body:expr, $t:ident = $ty:ty;)* }) => {
+        kernels!($table, $family: $role, $module, $args, { $($(#[$meta])* $name => $body, $t = $ty, $spec;)* });
     };
-    ($table:ident, $family:ident: $role:ident, $feature:literal, ([$($map:tt)*] $($args:tt)*), { $($rows:tt)* }) => {
-        entries!({} {} [$($args)*] ([$($map)*] $table, $family: $role, $feature, { $($rows)* }));
+    ($table:ident, $family:ident: $role:ident, $module:literal, ([$($map:tt)*] $($args:tt)*), { $($rows:tt)* }) => {
+        entries!({} {} [$($args)*] ([$($map)*] $table, $family: $role, $module, { $($rows)* }));
     };
-    ($table:ident, $family:ident: $role:ident, $feature:literal, ($($args:tt)*), { $($rows:tt)* }) => {
-        entries!({} {} [$($args)*] ([] $table, $family: $role, $feature, { $($rows)* }));
+    ($table:ident, $family:ident: $role:ident, $module:literal, ($($args:tt)*), { $($rows:tt)* }) => {
+        entries!({} {} [$($args)*] ([] $table, $family: $role, $module, { $($rows)* }));
     };
 }
 
@@ -52,17 +52,17 @@ macro_rules! entries {
     };
     (
         $pointers:tt $taken:tt [; $p:ident: $pty:ty]
-        ($maps:tt $table:ident, $family:ident: $role:ident, $feature:literal, $rows:tt)
+        ($maps:tt $table:ident, $family:ident: $role:ident, $module:literal, $rows:tt)
     ) => {
-        entries!(@table $table, $family: $role, $feature, ($maps $pointers $taken $p: $pty), $rows);
+        entries!(@table $table, $family: $role, $module, ($maps $pointers $taken $p: $pty), $rows);
     };
     (
-        @table $table:ident, $family:ident: $role:ident, $feature:literal, $args:tt,
+        @table $table:ident, $family:ident: $role:ident, $module:literal, $args:tt,
         { $($(#[$meta:meta])* $name:ident => $body:expr, $t:ident = $ty:ty, $spec:tt;)* }
     ) => {
         $(
             $(#[$meta])*
-            #[cfg(all(target_arch = "nvptx64", feature = $feature))]
+            #[cfg(all(target_arch = "nvptx64", ptx_module = $module))]
             const _: () = {
                 #[allow(dead_code)]
                 type $t = $ty;
@@ -71,7 +71,7 @@ macro_rules! entries {
         )*
         #[cfg(not(target_arch = "nvptx64"))]
         static $table: &[crate::registry::Entry] = &[
-            $($(#[$meta])* host_entry!($name, $body, $t = $ty, $family: $role, $feature, $args, $spec),)*
+            $($(#[$meta])* host_entry!($name, $body, $t = $ty, $family: $role, $module, $args, $spec),)*
         ];
     };
 }
@@ -99,7 +99,7 @@ macro_rules! device_entry {
 #[cfg(not(target_arch = "nvptx64"))]
 macro_rules! host_entry {
     (
-        $name:ident, $body:expr, $t:ident = $ty:ty, $family:ident: $role:ident, $feature:literal,
+        $name:ident, $body:expr, $t:ident = $ty:ty, $family:ident: $role:ident, $module:literal,
         (
             [$($map:ident $i:literal),*]
             { $($arg:ident: $aty:ty,)* } { $($taken:expr,)* } $p:ident: $pty:ty
@@ -109,7 +109,7 @@ macro_rules! host_entry {
         crate::registry::Entry {
             name: stringify!($name),
             family: crate::registry::Family::$family,
-            feature: $feature,
+            module: $module,
             role: crate::registry::Role::$role,
             dtype: <$ty as crate::num::Element>::DTYPE,
             formats: optional!(&[] $(, $formats)?),
@@ -177,19 +177,19 @@ macro_rules! oldest_sm {
 /// NAME => SHAPE, blocks that fit on an SM together`, and then what is special about it. A `quick`
 /// device build leaves out the second set.
 macro_rules! kernels_by_head_size {
-    ($table:ident, $family:ident: $role:ident, $feature:literal, $args:tt, communicates: $communicates:literal, { $($quick:tt)* }, $($rest:tt)*) => {
-        kernels_by_head_size!($table, $family: $role, $feature, $args, communicates: $communicates, outputs: [Element], { $($quick)* }, $($rest)*);
+    ($table:ident, $family:ident: $role:ident, $module:literal, $args:tt, communicates: $communicates:literal, { $($quick:tt)* }, $($rest:tt)*) => {
+        kernels_by_head_size!($table, $family: $role, $module, $args, communicates: $communicates, outputs: [Element], { $($quick)* }, $($rest)*);
     };
-    ($table:ident, $family:ident: $role:ident, $feature:literal, $args:tt, communicates: $communicates:literal, outputs: $outputs:tt, { $($quick:tt)* }, unless quick { $($full:tt)* }) => {
-        kernels_by_head_size!(@rows $table, $family: $role, $feature, $args, $communicates, $outputs, {
+    ($table:ident, $family:ident: $role:ident, $module:literal, $args:tt, communicates: $communicates:literal, outputs: $outputs:tt, { $($quick:tt)* }, unless quick { $($full:tt)* }) => {
+        kernels_by_head_size!(@rows $table, $family: $role, $module, $args, $communicates, $outputs, {
             @(all()) $($quick)*
             @(not(all(target_arch = "nvptx64", feature = "quick"))) $($full)*
         });
     };
-    (@rows $table:ident, $family:ident: $role:ident, $feature:literal, $args:tt, $communicates:literal, $outputs:tt, {
+    (@rows $table:ident, $family:ident: $role:ident, $module:literal, $args:tt, $communicates:literal, $outputs:tt, {
         $(@($when:meta) $($f16:ident, $bf16:ident => $shape:ty, $min_blocks:literal $(, exact_sums: $exact:literal)? $(, value_size: $values:literal)?;)*)*
     }) => {
-        kernels!($table, $family: $role, $feature, $args, { $($(
+        kernels!($table, $family: $role, $module, $args, { $($(
             #[cfg($when)]
             $f16 => <$shape>::run, T = f16, {
                 head_size: <$shape>::HEAD_SIZE, rows: <$shape>::ROWS, keys: <$shape>::KEYS, threads: <$shape>::THREADS,
@@ -209,11 +209,16 @@ macro_rules! kernels_by_head_size {
 #[cfg(not(target_arch = "nvptx64"))]
 mod entry;
 #[cfg(not(target_arch = "nvptx64"))]
+#[macro_use]
+mod family;
+#[cfg(not(target_arch = "nvptx64"))]
 pub mod prologue_grid;
 #[cfg(not(target_arch = "nvptx64"))]
-pub use entry::{Entry, Family, Output, Role, Target, entries, find, number, runs_on};
+pub use entry::{Entry, Output, Role, entries, find};
+#[cfg(not(target_arch = "nvptx64"))]
+pub use family::{Target, number, runs_on};
 
-// A module for each kind of kernel, which the compiler takes apart from the others.
+// A file for each kind of kernel, which the compiler takes apart from the others.
 mod decode;
 mod decode_paged;
 mod decode_quantized;
@@ -225,17 +230,85 @@ mod prologue;
 mod split_kv;
 mod tiled;
 
-/// Every table, one per argument list.
 #[cfg(not(target_arch = "nvptx64"))]
-static TABLES: &[&[&[Entry]]] = &[
-    prologue::TABLES,
-    general::TABLES,
-    tiled::TABLES,
-    hopper::TABLES,
-    latent::TABLES,
-    split_kv::TABLES,
-    decode::TABLES,
-    decode_quantized::TABLES,
-    decode_paged::TABLES,
-    peers::TABLES,
-];
+families! {
+    prologue {
+        // SM 80 has an instruction that rounds to bfloat16, SM 89 those that convert float8. Tensor
+        // cores of SM 75 have float16 alone.
+        /// Unpack, rotate, append.
+        Prologue: "prologue", "prologue", ["sm_70", "sm_80", "sm_89" ptx 81];
+    }
+    general {
+        /// Memory-efficient attention, for almost everything legal.
+        General: "general", "general", ["sm_70"];
+        /// Attention with all scores in memory.
+        Unfused: "unfused", "unfused", ["sm_70"];
+    }
+    tiled {
+        /// Tensor-core flash attention for prefill.
+        Tiled: "tiled", "tiled", ["sm_75" ptx 65, "sm_80", "sm_90a"];
+        /// The same with a bias or a mask.
+        TiledMasked: "tiled_masked", "tiled-masked", ["sm_75" ptx 65, "sm_80"];
+        /// The same over a paged KV cache.
+        TiledPaged: "tiled_paged", "tiled-paged", ["sm_80"];
+        /// `Tiled` with K and V by TMA.
+        TiledTma: "tiled_tma", "tiled-tma", ["sm_90" ptx 80];
+        /// The same in float32.
+        TiledF32: "tiled_f32", "tiled-f32", ["sm_80"];
+        /// The same for heads larger than 256.
+        TiledWide: "tiled_wide", "tiled-wide", ["sm_80"];
+    }
+    hopper {
+        /// Flash attention with warpgroups and TMA.
+        Hopper: "hopper", "hopper", ["sm_90a"];
+        /// The same with a bias or a mask.
+        HopperMasked: "hopper_masked", "hopper-masked", ["sm_90a"];
+        /// The same over a paged KV cache.
+        HopperPaged: "hopper_paged", "hopper-paged", ["sm_90a"];
+        /// The same over a quantized KV cache.
+        HopperQuantized: "hopper_quantized", "hopper-quantized", ["sm_90a"];
+        /// The same over a paged and quantized KV cache.
+        HopperPagedQuantized: "hopper_paged_quantized", "hopper-paged-quantized", ["sm_90a"];
+        /// The same with operands of e4m3.
+        HopperFloat8: "hopper_float8", "hopper-float8", ["sm_90a"];
+    }
+    latent {
+        /// The same for heads of 512, over contiguous and paged KV caches.
+        HopperWide: "hopper_wide", "hopper-wide", ["sm_90a"];
+        /// Decode over a latent KV cache.
+        Latent: "latent", "latent", ["sm_90a"];
+        /// The same by `mma.sync`, and over a contiguous cache.
+        LatentMma: "latent_mma", "latent-mma", ["sm_80", "sm_90" ptx 81];
+    }
+    split_kv {
+        /// Tensor-core flash attention over a split of the keys, and the merge.
+        SplitKv: "split_kv", "split-kv", ["sm_75" ptx 65, "sm_80", "sm_90a"];
+        /// The same with a bias or a mask.
+        SplitKvMasked: "split_kv_masked", "split-kv-masked", ["sm_75" ptx 65, "sm_80"];
+    }
+    decode {
+        // Before SM 90 there are no clusters: a block is one, and splits of the keys meet in global
+        // memory. `st.async` came after that target. Only some kernels of 64 rows have warpgroup
+        // instructions, which no other architecture has.
+        /// A whole decode step: rotation, append, attention by clusters of blocks, merge.
+        Decode: "decode", "decode",
+            ["sm_80", "sm_90" ptx 81, "sm_90a" ptx 81 => "decode-warpgroup"];
+    }
+    decode_quantized {
+        /// The same over a quantized KV cache.
+        DecodeQuantized: "decode_quantized", "decode-quantized", ["sm_80" ptx 78, "sm_90" ptx 81];
+    }
+    decode_paged {
+        /// The same over a paged KV cache.
+        DecodePaged: "decode_paged", "decode-paged",
+            ["sm_80", "sm_90" ptx 81, "sm_90a" ptx 81 => "decode-paged-warpgroup"];
+        /// The same over a paged and quantized KV cache.
+        DecodePagedQuantized: "decode_paged_quantized", "decode-paged-quantized",
+            ["sm_80" ptx 78, "sm_90" ptx 81];
+    }
+    peers {
+        // From SM 90 on a grid may start before the one ahead has ended.
+        /// The merge of what several GPUs hold shares of.
+        Peers: "peers", "peers", ["sm_70", "sm_90" ptx 80];
+    }
+}

@@ -45,6 +45,8 @@ pub struct Target<'a> {
     pub name: &'a str,
     /// Cargo features of the crate; its default features are off.
     pub features: &'a [&'a str],
+    /// Conditions for `cfg` in the crate, such as `ptx_module="tiled"`.
+    pub cfg: &'a [&'a str],
     /// GPU, e.g. `sm_80`.
     pub cpu: &'a str,
     /// PTX version times ten, for `asm!` instructions that need a newer one; `None` is the lowest
@@ -126,6 +128,7 @@ impl<'a> Builder<'a> {
         command.args(["--no-default-features", "--features", &target.features.join(",")]);
         command.arg("--target-dir").arg(&self.target_dir);
         command.arg("--").args(RUSTC_ARGS).arg(format!("-Ctarget-cpu={}", target.cpu));
+        command.args(target.cfg.iter().map(|condition| format!("--cfg={condition}")));
         command.args(target.ptx.map(|version| format!("-Ctarget-feature=+ptx{version}")));
         command.arg(joined("--emit=asm=", output, "")).arg(joined(
             "--remap-path-prefix=",

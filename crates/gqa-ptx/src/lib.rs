@@ -24,7 +24,8 @@
 //! use gqa_ptx::{Builder, Target, Toolchain, post};
 //! let toolchain = Toolchain::find_or_install()?;
 //! let builder = Builder::new(&toolchain, "path/to/crate", "target/ptx");
-//! let built = builder.build(&Target { name: "kernels", features: &[], cpu: "sm_80", ptx: None })?;
+//! let target = Target { name: "kernels", features: &[], cfg: &[], cpu: "sm_80", ptx: None };
+//! let built = builder.build(&target)?;
 //! let bounds = post::Bounds { max_threads: Some(128), ..Default::default() };
 //! println!("{}", post::set_bounds(&built.ptx, "my_kernel", bounds)?);
 //! # Ok(())

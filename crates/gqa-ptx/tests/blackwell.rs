@@ -35,7 +35,7 @@ fn kernels_with_tensor_memory_assemble_without_spills() {
         Err(error) => return eprintln!("SKIPPED, no device toolchain: {error}"),
     };
     for (name, gpu) in [("blackwell.sm_100a", "sm_100a"), ("blackwell.sm_103a", "sm_103a")] {
-        let target = Target { name, features: &[], cpu: gpu, ptx: None };
+        let target = Target { name, features: &[], cfg: &[], cpu: gpu, ptx: None };
         let built = Builder::new(&toolchain, KRATE, TARGET_DIR).build(&target).unwrap();
         let text = post::strip(&built.ptx);
         let mut text = post::lower_elements(&post::number_labels_alone(&text), 100);

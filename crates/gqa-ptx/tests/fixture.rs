@@ -8,7 +8,8 @@ use std::{env, fs};
 
 const KRATE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixture");
 const TARGET_DIR: &str = concat!(env!("CARGO_TARGET_TMPDIR"), "/fixture");
-const SM_80: Target = Target { name: "fixture.sm_80", features: &[], cpu: "sm_80", ptx: None };
+const SM_80: Target =
+    Target { name: "fixture.sm_80", features: &[], cfg: &[], cpu: "sm_80", ptx: None };
 
 static TOOLCHAIN: LazyLock<Option<Toolchain>> = LazyLock::new(|| {
     Toolchain::find().inspect_err(|error| eprintln!("SKIPPED, no device toolchain: {error}")).ok()
@@ -72,8 +73,13 @@ fn the_compiler_does_what_kernels_rely_on() {
 
 #[test]
 fn features_and_versions_are_passed_on() {
-    let target =
-        Target { name: "features", features: &["undivided"], cpu: "sm_90a", ptx: Some(83) };
+    let target = Target {
+        name: "features",
+        features: &["undivided"],
+        cfg: &[],
+        cpu: "sm_90a",
+        ptx: Some(83),
+    };
     let Some(ptx) = ptx(&target) else { return };
     assert!(post::entry_names(&ptx).contains(&"undivided".to_owned()));
     assert!(ptx.starts_with(".version 8.3\n.target sm_90a\n"), "{ptx}");
@@ -131,7 +137,7 @@ fn twins_have_one_text_that_the_assembler_takes_for_both_types() {
     for (name, cpu, gpu, sm) in
         [("twins.70", "sm_70", "sm_75", 70), ("twins.80", "sm_80", "sm_80", 80)]
     {
-        let target = Target { name, features: &["twins"], cpu, ptx: None };
+        let target = Target { name, features: &["twins"], cfg: &[], cpu, ptx: None };
         let Some(text) = ptx(&target) else { return };
         let text = post::lower_elements(&post::number_labels_alone(&text), sm);
         let [bf16, f16] = ["twin_bf16", "twin_f16"].map(|name| alone(&text, name).unwrap());

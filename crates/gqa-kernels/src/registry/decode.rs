@@ -10,11 +10,11 @@ pub(super) static TABLES: &[&[super::Entry]] = &[DECODE, DECODE_WARPGROUP];
 /// Table rows of the decode kernels, for both 16-bit types: `F16 NAME, BF16 NAME => SHAPE, CTAs per
 /// SM`.
 macro_rules! decode_kernels {
-    ($table:ident, $feature:literal, { $($f16:ident, $bf16:ident => $shape:ty, $min_blocks:literal;)* }) => {
-        decode_kernels!(@rows $table, $feature, { $($f16: f16 => $shape, $min_blocks; $bf16: bf16 => $shape, $min_blocks;)* });
+    ($table:ident, $module:literal, { $($f16:ident, $bf16:ident => $shape:ty, $min_blocks:literal;)* }) => {
+        decode_kernels!(@rows $table, $module, { $($f16: f16 => $shape, $min_blocks; $bf16: bf16 => $shape, $min_blocks;)* });
     };
-    (@rows $table:ident, $feature:literal, { $($name:ident: $t:ident => $shape:ty, $min_blocks:literal;)* }) => {
-        kernels!($table, Decode: Attention, $feature,
+    (@rows $table:ident, $module:literal, { $($name:ident: $t:ident => $shape:ty, $min_blocks:literal;)* }) => {
+        kernels!($table, Decode: Attention, $module,
             (q: T, new_k: T, new_v: T, cos: T, sin: T, position_ids: i64, seqlens_k: i32, head_sink: T, tree_mask: i64, k: T, v: T,
              out: T, out_f32: f32, out_f8: e4m3, out_scale: f32, lse: f32, partial_out: f32, partial_states: [f32; 2], arrivals: u32; p: DecodeParams), { $(
             $name => <$shape>::run, T = $t, {
@@ -25,7 +25,7 @@ macro_rules! decode_kernels {
     };
 }
 
-decode_kernels!(DECODE, "family-decode", {
+decode_kernels!(DECODE, "decode", {
     gqa_decode_f16_d64_r8, gqa_decode_bf16_d64_r8 => decode::D64<1>, 1;
     gqa_decode_f16_d64_r8_w4, gqa_decode_bf16_d64_r8_w4 => decode::D64W4<1>, 2;
     gqa_decode_f16_d64_r16, gqa_decode_bf16_d64_r16 => decode::D64<2>, 1;
@@ -68,7 +68,7 @@ decode_kernels!(DECODE, "family-decode", {
 });
 
 // Tiles of 64 rows, multiplied by wgmma.
-decode_kernels!(DECODE_WARPGROUP, "family-decode-warpgroup", {
+decode_kernels!(DECODE_WARPGROUP, "decode-warpgroup", {
     gqa_decode_f16_d64_r64, gqa_decode_bf16_d64_r64 => decode::D64R64, 1;
     gqa_decode_f16_d80_r64, gqa_decode_bf16_d80_r64 => decode::D80R64, 1;
     gqa_decode_f16_d96_r64, gqa_decode_bf16_d96_r64 => decode::D96R64, 1;

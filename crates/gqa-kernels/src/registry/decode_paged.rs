@@ -11,11 +11,11 @@ pub(super) static TABLES: &[&[super::Entry]] =
 /// Rows of the decode kernels whose cache consists of blocks, for both 16-bit types: `F16 NAME,
 /// BF16 NAME => SHAPE, BLOCKS PER SM`.
 macro_rules! decode_paged_kernels {
-    ($table:ident, $feature:literal, { $($f16:ident, $bf16:ident => $shape:ty, $min_blocks:literal;)* }) => {
-        decode_paged_kernels!(@rows $table, $feature, { $($f16: f16 => $shape, $min_blocks; $bf16: bf16 => $shape, $min_blocks;)* });
+    ($table:ident, $module:literal, { $($f16:ident, $bf16:ident => $shape:ty, $min_blocks:literal;)* }) => {
+        decode_paged_kernels!(@rows $table, $module, { $($f16: f16 => $shape, $min_blocks; $bf16: bf16 => $shape, $min_blocks;)* });
     };
-    (@rows $table:ident, $feature:literal, { $($name:ident: $t:ident => $shape:ty, $min_blocks:literal;)* }) => {
-        kernels!($table, DecodePaged: Attention, $feature,
+    (@rows $table:ident, $module:literal, { $($name:ident: $t:ident => $shape:ty, $min_blocks:literal;)* }) => {
+        kernels!($table, DecodePaged: Attention, $module,
             (q: T, new_k: T, new_v: T, cos: T, sin: T, position_ids: i64, starts: i32, past_seqlens: i32, block_table: i32, head_sink: T, tree_mask: i64, k: T, v: T, out: T, lse: f32,
              partial_out: f32, partial_states: [f32; 2], arrivals: u32, schedule: u32; p: PagedDecodeParams), { $(
             $name => <$shape>::run_paged, T = $t, {
@@ -26,7 +26,7 @@ macro_rules! decode_paged_kernels {
     };
 }
 
-decode_paged_kernels!(DECODE_PAGED, "family-decode-paged", {
+decode_paged_kernels!(DECODE_PAGED, "decode-paged", {
     gqa_decode_paged_f16_d64_r8, gqa_decode_paged_bf16_d64_r8 => decode::D64<1>, 1;
     gqa_decode_paged_f16_d64_r8_w4, gqa_decode_paged_bf16_d64_r8_w4 => decode::D64W4<1>, 2;
     gqa_decode_paged_f16_d64_r16, gqa_decode_paged_bf16_d64_r16 => decode::D64<2>, 1;
@@ -52,7 +52,7 @@ decode_paged_kernels!(DECODE_PAGED, "family-decode-paged", {
     gqa_decode_paged_padded_f16_d256_r8_w4, gqa_decode_paged_padded_bf16_d256_r8_w4 => decode::UpTo256<1>, 2;
 });
 
-kernels!(DECODE_SCHEDULE, DecodePaged: Schedule, "family-decode-paged",
+kernels!(DECODE_SCHEDULE, DecodePaged: Schedule, "decode-paged",
     (starts: i32, past_seqlens: i32, schedule: u32; p: DecodeScheduleParams),
     each { head_size: 0, rows: 0, keys: 0, threads: decode::SCHEDULE_THREADS, min_blocks: 1,
            shared: decode::SCHEDULE_SHARED_BYTES, hot: true, min_sm: 80 }, {
@@ -60,7 +60,7 @@ kernels!(DECODE_SCHEDULE, DecodePaged: Schedule, "family-decode-paged",
 });
 
 // Tiles of 64 rows, which warpgroups multiply.
-decode_paged_kernels!(DECODE_PAGED_WARPGROUP, "family-decode-paged-warpgroup", {
+decode_paged_kernels!(DECODE_PAGED_WARPGROUP, "decode-paged-warpgroup", {
     gqa_decode_paged_f16_d64_r64, gqa_decode_paged_bf16_d64_r64 => decode::D64R64, 1;
     gqa_decode_paged_f16_d128_r64, gqa_decode_paged_bf16_d128_r64 => decode::D128R64, 1;
 });
@@ -72,7 +72,7 @@ macro_rules! decode_paged_quantized_kernels {
         decode_paged_quantized_kernels!(@rows $table, { $($f16: f16 => $shape, $format, $min_blocks; $bf16: bf16 => $shape, $format, $min_blocks;)* });
     };
     (@rows $table:ident, { $($name:ident: $t:ident => $shape:ty, $format:ident, $min_blocks:literal;)* }) => {
-        kernels!($table, DecodePagedQuantized: Attention, "family-decode-paged-quantized",
+        kernels!($table, DecodePagedQuantized: Attention, "decode-paged-quantized",
             (q: T, new_k: T, new_v: T, cos: T, sin: T, position_ids: i64, starts: i32, past_seqlens: i32, block_table: i32, head_sink: T, k: u8, v: u8,
              k_scale: f32, v_scale: f32, out: T, lse: f32, partial_out: f32, partial_states: [f32; 2], arrivals: u32, schedule: u32; p: PagedDecodeParams), { $(
             $name => <$shape>::run_paged_quantized::<$format, _>, T = $t, {

@@ -14,7 +14,7 @@ macro_rules! decode_quantized_kernels {
         decode_quantized_kernels!(@rows $table, { $($f16: f16 => $shape, $format, $min_blocks; $bf16: bf16 => $shape, $format, $min_blocks;)* });
     };
     (@rows $table:ident, { $($name:ident: $t:ident => $shape:ty, $format:ident, $min_blocks:literal;)* }) => {
-        kernels!($table, DecodeQuantized: Attention, "family-decode-quantized",
+        kernels!($table, DecodeQuantized: Attention, "decode-quantized",
             (q: T, new_k: T, new_v: T, cos: T, sin: T, position_ids: i64, seqlens_k: i32, head_sink: T, k: u8, v: u8, k_scale: f32, v_scale: f32,
              out: T, lse: f32, partial_out: f32, partial_states: [f32; 2], arrivals: u32; p: DecodeParams), { $(
             $name => <$shape>::run_quantized::<$format, _>, T = $t, {

@@ -1,40 +1,7 @@
 //! What the host knows of an entry point.
 
+use super::{Family, Target};
 use crate::num::{DType, Format};
-
-/// What some of a family's kernels are compiled for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Target {
-    /// Such as `sm_80`; with an `a` it runs on that architecture only.
-    pub arch: &'static str,
-    /// Cargo feature of this crate that compiles these kernels.
-    pub feature: &'static str,
-    /// PTX version, times ten, where the target's first one does not know all that they use.
-    pub ptx: Option<u32>,
-}
-
-impl Target {
-    /// Whether GPUs of that compute capability, times ten, run what is compiled for it.
-    pub fn runs_on(&self, sm: u32) -> bool {
-        runs_on(self.arch, sm)
-    }
-}
-
-/// Whether GPUs of that compute capability, times ten, run PTX for a target such as `sm_80`.
-pub fn runs_on(arch: &str, sm: u32) -> bool {
-    match number(arch) {
-        (number, true) => number == sm,
-        (number, false) => number <= sm,
-    }
-}
-
-/// A target's compute capability, times ten, and whether it is for that one only. Where two targets
-/// run on a GPU, the greater one knows more of it.
-pub fn number(arch: &str) -> (u32, bool) {
-    let digits = arch.trim_start_matches("sm_");
-    let plain = digits.trim_end_matches('a');
-    (plain.parse().unwrap_or(u32::MAX), plain != digits)
-}
 
 /// Oldest compute capability, times ten, that has what a shape needs, the element type's tensor
 /// cores, and so much shared memory for a block.
@@ -44,110 +11,6 @@ pub(super) const fn oldest_sm(shape: u32, element: u32, shared_bytes: u32) -> u3
     let shared = if shared_bytes > SHARED_BYTES { 80 } else { 75 };
     let older = if shape > element { shape } else { element };
     if older > shared { older } else { shared }
-}
-
-/// One row per family: `VARIANT: NAME, FEATURE, TARGETS, oldest first`; behind a target `ptx`
-/// (times ten) where its first version of PTX does not know all that the family uses. A target that
-/// has kernels of its own, and not those of the others, names their feature.
-macro_rules! families {
-    ($($(#[$doc:meta])* $family:ident: $name:literal, $feature:literal, [$($arch:literal $(ptx $ptx:literal)? $(=> $own:literal)?),*];)*) => {
-        /// Kernels that are compiled into one PTX module.
-        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-        pub enum Family {
-            $($(#[$doc])* $family,)*
-        }
-
-        impl Family {
-            /// All families.
-            pub const ALL: [Self; [$(Self::$family),*].len()] = [$(Self::$family),*];
-
-            /// As plans and documentation call it.
-            pub const fn name(self) -> &'static str {
-                match self {
-                    $(Self::$family => $name,)*
-                }
-            }
-
-            /// Cargo feature of this crate that compiles the family's entries.
-            pub const fn feature(self) -> &'static str {
-                match self {
-                    $(Self::$family => $feature,)*
-                }
-            }
-
-            /// Targets the family is shipped for, oldest first.
-            pub const fn targets(self) -> &'static [Target] {
-                match self {
-                    $(Self::$family => &[$(
-                        Target {
-                            arch: $arch,
-                            feature: optional!($feature $(, $own)?),
-                            ptx: optional!(None $(, Some($ptx))?),
-                        },
-                    )*],)*
-                }
-            }
-        }
-    };
-}
-
-families! {
-    // SM 80 has an instruction that rounds to bfloat16, SM 89 those that convert float8. Tensor
-    // cores of SM 75 have float16 alone.
-    /// Unpack, rotate, append.
-    Prologue: "prologue", "family-prologue", ["sm_70", "sm_80", "sm_89" ptx 81];
-    /// Memory-efficient attention, for almost everything legal.
-    General: "general", "family-general", ["sm_70"];
-    /// Attention with all scores in memory.
-    Unfused: "unfused", "family-unfused", ["sm_70"];
-    /// Tensor-core flash attention for prefill.
-    Tiled: "tiled", "family-tiled", ["sm_75" ptx 65, "sm_80", "sm_90a"];
-    /// The same with a bias or a mask.
-    TiledMasked: "tiled_masked", "family-tiled-masked", ["sm_75" ptx 65, "sm_80"];
-    /// The same over a paged KV cache.
-    TiledPaged: "tiled_paged", "family-tiled-paged", ["sm_80"];
-    /// `Tiled` with K and V by TMA.
-    TiledTma: "tiled_tma", "family-tiled-tma", ["sm_90" ptx 80];
-    /// The same in float32.
-    TiledF32: "tiled_f32", "family-tiled-f32", ["sm_80"];
-    /// The same for heads larger than 256.
-    TiledWide: "tiled_wide", "family-tiled-wide", ["sm_80"];
-    /// Flash attention with warpgroups and TMA.
-    Hopper: "hopper", "family-hopper", ["sm_90a"];
-    /// The same with a bias or a mask.
-    HopperMasked: "hopper_masked", "family-hopper-masked", ["sm_90a"];
-    /// The same over a paged KV cache.
-    HopperPaged: "hopper_paged", "family-hopper-paged", ["sm_90a"];
-    /// The same over a quantized KV cache.
-    HopperQuantized: "hopper_quantized", "family-hopper-quantized", ["sm_90a"];
-    /// The same over a paged and quantized KV cache.
-    HopperPagedQuantized: "hopper_paged_quantized", "family-hopper-paged-quantized", ["sm_90a"];
-    /// The same with operands of e4m3.
-    HopperFloat8: "hopper_float8", "family-hopper-float8", ["sm_90a"];
-    /// The same for heads of 512, over contiguous and paged KV caches.
-    HopperWide: "hopper_wide", "family-hopper-wide", ["sm_90a"];
-    /// Decode over a latent KV cache.
-    Latent: "latent", "family-latent", ["sm_90a"];
-    /// The same by `mma.sync`, and over a contiguous cache.
-    LatentMma: "latent_mma", "family-latent-mma", ["sm_80", "sm_90" ptx 81];
-    /// Tensor-core flash attention over a split of the keys, and the merge.
-    SplitKv: "split_kv", "family-split-kv", ["sm_75" ptx 65, "sm_80", "sm_90a"];
-    /// The same with a bias or a mask.
-    SplitKvMasked: "split_kv_masked", "family-split-kv-masked", ["sm_75" ptx 65, "sm_80"];
-    // Before SM 90 there are no clusters: a block is one, and splits of the keys meet in global
-    // memory. `st.async` came after that target. Only some kernels of 64 rows have warpgroup
-    // instructions, which no other architecture has.
-    /// A whole decode step: rotation, append, attention by clusters of blocks, merge.
-    Decode: "decode", "family-decode", ["sm_80", "sm_90" ptx 81, "sm_90a" ptx 81 => "family-decode-warpgroup"];
-    /// The same over a quantized KV cache.
-    DecodeQuantized: "decode_quantized", "family-decode-quantized", ["sm_80" ptx 78, "sm_90" ptx 81];
-    /// The same over a paged KV cache.
-    DecodePaged: "decode_paged", "family-decode-paged", ["sm_80", "sm_90" ptx 81, "sm_90a" ptx 81 => "family-decode-paged-warpgroup"];
-    /// The same over a paged and quantized KV cache.
-    DecodePagedQuantized: "decode_paged_quantized", "family-decode-paged-quantized", ["sm_80" ptx 78, "sm_90" ptx 81];
-    // From SM 90 on a grid may start before the one ahead has ended.
-    /// The merge of what several GPUs hold shares of.
-    Peers: "peers", "family-peers", ["sm_70", "sm_90" ptx 80];
 }
 
 /// Rows of [`Role`] with their names.
@@ -271,8 +134,8 @@ pub struct Entry {
     pub name: &'static str,
     /// Module it is compiled into.
     pub family: Family,
-    /// Cargo feature of this crate that compiles it.
-    pub feature: &'static str,
+    /// PTX module that has it, without the GPU.
+    pub module: &'static str,
     /// What it does there.
     pub role: Role,
     /// Element type; `F32` where a kernel has integers only.
@@ -333,8 +196,8 @@ impl core::fmt::Debug for Entry {
 impl Entry {
     /// What it is compiled for, oldest first.
     pub fn targets(&self) -> impl Iterator<Item = &'static Target> {
-        let feature = self.feature;
-        self.family.targets().iter().filter(move |target| target.feature == feature)
+        let module = self.module;
+        self.family.targets().iter().filter(move |target| target.module == module)
     }
 
     /// Whether it is compiled for something that GPUs of that compute capability, times ten, run.

@@ -11,7 +11,7 @@ use crate::params::MaskedParams;
 pub(super) static TABLES: &[&[super::Entry]] =
     &[GENERAL, UNFUSED_SCORES, UNFUSED_SOFTMAX, UNFUSED_VALUES];
 
-kernels!(GENERAL, General: Attention, "family-general",
+kernels!(GENERAL, General: Attention, "general",
     (q: T, k: T, v: T, seqlens_k: i32, bias: T, mask: u8, head_sink: T, out: T, out_f32: f32, lse: f32, output_qk: T; p: MaskedParams),
     each { head_size: general::MAX_HEAD_SIZE, rows: general::ROWS, keys: general::KEYS, threads: general::THREADS, min_blocks: 3,
            shared: general::SHARED_BYTES, hot: true, min_sm: 70, outputs: [Element, F32] }, {
@@ -20,7 +20,7 @@ kernels!(GENERAL, General: Attention, "family-general",
     gqa_general_bf16 => general::<bf16>, T = bf16;
 });
 
-kernels!(UNFUSED_SCORES, Unfused: Scores, "family-unfused", (q: T, k: T, scores: f32; p: MaskedParams),
+kernels!(UNFUSED_SCORES, Unfused: Scores, "unfused", (q: T, k: T, scores: f32; p: MaskedParams),
     each { head_size: 0, rows: unfused::TILE, keys: unfused::TILE, threads: unfused::THREADS, min_blocks: 4,
            shared: unfused::SHARED_BYTES, hot: true, min_sm: 70 }, {
     gqa_unfused_scores_f32 => unfused_scores::<f32>, T = f32;
@@ -28,7 +28,7 @@ kernels!(UNFUSED_SCORES, Unfused: Scores, "family-unfused", (q: T, k: T, scores:
     gqa_unfused_scores_bf16 => unfused_scores::<bf16>, T = bf16;
 });
 
-kernels!(UNFUSED_SOFTMAX, Unfused: Softmax, "family-unfused",
+kernels!(UNFUSED_SOFTMAX, Unfused: Softmax, "unfused",
     (seqlens_k: i32, bias: T, mask: u8, head_sink: T, scores: f32, lse: f32, output_qk: T; p: MaskedParams),
     each { head_size: 0, rows: 0, keys: 0, threads: unfused::THREADS, min_blocks: 0, shared: 0, hot: true, min_sm: 70 }, {
     gqa_unfused_softmax_f32 => unfused_softmax::<f32>, T = f32;
@@ -36,7 +36,7 @@ kernels!(UNFUSED_SOFTMAX, Unfused: Softmax, "family-unfused",
     gqa_unfused_softmax_bf16 => unfused_softmax::<bf16>, T = bf16;
 });
 
-kernels!(UNFUSED_VALUES, Unfused: Values, "family-unfused", (v: T, seqlens_k: i32, scores: f32, out: T, out_f32: f32; p: MaskedParams),
+kernels!(UNFUSED_VALUES, Unfused: Values, "unfused", (v: T, seqlens_k: i32, scores: f32, out: T, out_f32: f32; p: MaskedParams),
     each { head_size: 0, rows: unfused::TILE, keys: unfused::TILE, threads: unfused::THREADS, min_blocks: 4,
            shared: unfused::SHARED_BYTES, hot: true, min_sm: 70, outputs: [Element, F32] }, {
     gqa_unfused_values_f32 => unfused_values::<f32>, T = f32;

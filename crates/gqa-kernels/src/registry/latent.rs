@@ -12,7 +12,7 @@ use crate::params::LatentParams;
 pub(super) static TABLES: &[&[super::Entry]] =
     &[WIDE, LATENT, LATENT_FLOAT8, LATENT_MERGE, LATENT_MMA, LATENT_MMA_FLOAT8, LATENT_MMA_MERGE];
 
-kernels!(WIDE, HopperWide: Attention, "family-hopper-wide",
+kernels!(WIDE, HopperWide: Attention, "hopper-wide",
     ([k 0, v 1] q: T, starts: i32, past_seqlens: i32, query_seqlens: i32, block_table: i32, out: T, lse: f32, partial_out: f32, partial_lse: f32;
      p: LatentParams),
     each { head_size: Wide::KEY_SIZE, rows: latent::ROWS, keys: latent::KEYS, threads: latent::THREADS,
@@ -21,7 +21,7 @@ kernels!(WIDE, HopperWide: Attention, "family-hopper-wide",
     gqa_hopper_wide_bf16 => latent::wide::<bf16>, T = bf16;
 });
 
-kernels!(LATENT, Latent: Attention, "family-latent",
+kernels!(LATENT, Latent: Attention, "latent",
     ([k 0] q: T, starts: i32, past_seqlens: i32, block_table: i32, out: T, lse: f32, partial_out: f32, partial_lse: f32;
      p: LatentParams),
     each { head_size: Latent::KEY_SIZE, rows: latent::ROWS, keys: latent::KEYS, threads: latent::THREADS,
@@ -30,7 +30,7 @@ kernels!(LATENT, Latent: Attention, "family-latent",
     gqa_latent_bf16 => latent::latent::<bf16>, T = bf16;
 });
 
-kernels!(LATENT_FLOAT8, Latent: Attention, "family-latent",
+kernels!(LATENT_FLOAT8, Latent: Attention, "latent",
     ([k 0] q: T, k_scale: f32, starts: i32, past_seqlens: i32, block_table: i32, out: T, lse: f32, partial_out: f32, partial_lse: f32;
      p: LatentParams),
     each { head_size: LatentFloat8::KEY_SIZE, rows: latent::ROWS, keys: latent::KEYS, threads: latent::THREADS,
@@ -39,7 +39,7 @@ kernels!(LATENT_FLOAT8, Latent: Attention, "family-latent",
     gqa_latent_float8_bf16 => latent::latent_float8::<bf16>, T = bf16;
 });
 
-kernels!(LATENT_MERGE, Latent: Merge, "family-latent",
+kernels!(LATENT_MERGE, Latent: Merge, "latent",
     (out: T, lse: f32, partial_out: f32, partial_lse: f32; p: LatentParams),
     each { head_size: latent::VALUE_SIZE, rows: 0, keys: 0, threads: latent::MERGE_THREADS,
            min_blocks: 8, shared: latent::MERGE_SHARED_BYTES, hot: true, min_sm: 90 }, {
@@ -54,7 +54,7 @@ macro_rules! latent_mma_kernels {
         latent_mma_kernels!(@rows $table, $args, $run, $formats, { $($f16: f16 => $shape, $min_blocks; $bf16: bf16 => $shape, $min_blocks;)* });
     };
     (@rows $table:ident, $args:tt, $run:ident, $formats:expr, { $($name:ident: $t:ident => $shape:ty, $min_blocks:literal;)* }) => {
-        kernels!($table, LatentMma: Attention, "family-latent-mma", $args, { $(
+        kernels!($table, LatentMma: Attention, "latent-mma", $args, { $(
             $name => <$shape>::$run, T = $t, {
                 head_size: latent_mma::KEY_SIZE, rows: <$shape>::ROWS, keys: <$shape>::KEYS, threads: <$shape>::THREADS,
                 min_blocks: $min_blocks, shared: <$shape>::SHARED_BYTES, hot: true, min_sm: <$shape>::MIN_SM, formats: $formats };
@@ -77,7 +77,7 @@ latent_mma_kernels!(LATENT_MMA_FLOAT8,
     gqa_latent_mma_f8_f16_r32, gqa_latent_mma_f8_bf16_r32 => latent_mma::Float8Rows32, 1;
 });
 
-kernels!(LATENT_MMA_MERGE, LatentMma: Merge, "family-latent-mma",
+kernels!(LATENT_MMA_MERGE, LatentMma: Merge, "latent-mma",
     (out: T, lse: f32, partial_out: f32, partial_lse: f32; p: LatentParams),
     each { head_size: latent::VALUE_SIZE, rows: 0, keys: 0, threads: latent::MERGE_THREADS,
            min_blocks: 8, shared: latent::MERGE_SHARED_BYTES, hot: true, min_sm: 80 }, {

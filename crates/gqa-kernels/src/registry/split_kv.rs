@@ -10,7 +10,7 @@ use crate::params::{AttentionParams, MaskedParams};
 #[cfg(not(target_arch = "nvptx64"))]
 pub(super) static TABLES: &[&[super::Entry]] = &[SPLIT_KV, SPLIT_KV_MASKED, COMBINE];
 
-kernels_by_head_size!(SPLIT_KV, SplitKv: Attention, "family-split-kv",
+kernels_by_head_size!(SPLIT_KV, SplitKv: Attention, "split-kv",
     (q: T, k: T, v: T, seqlens_k: i32, head_sink: T, out: T, lse: f32, partial_out: f32, partial_lse: f32; p: AttentionParams), communicates: false, {
     gqa_split_kv_f16_d128, gqa_split_kv_bf16_d128 => split_kv::D128, 3;
 }, unless quick {
@@ -24,7 +24,7 @@ kernels_by_head_size!(SPLIT_KV, SplitKv: Attention, "family-split-kv",
     gqa_split_kv_f16_d256, gqa_split_kv_bf16_d256 => split_kv::D256, 2;
 });
 
-kernels_by_head_size!(SPLIT_KV_MASKED, SplitKvMasked: Attention, "family-split-kv-masked",
+kernels_by_head_size!(SPLIT_KV_MASKED, SplitKvMasked: Attention, "split-kv-masked",
     (q: T, k: T, v: T, seqlens_k: i32, bias: T, mask: u8, head_sink: T, out: T, lse: f32, partial_out: f32, partial_lse: f32; p: MaskedParams), communicates: false, {
     gqa_split_kv_masked_f16_d128, gqa_split_kv_masked_bf16_d128 => split_kv::MaskedD128, 2;
 }, unless quick {
@@ -35,7 +35,7 @@ kernels_by_head_size!(SPLIT_KV_MASKED, SplitKvMasked: Attention, "family-split-k
 /// Rows of the merge kernels: `NAME => T = TYPE, lowest compute capability, times ten`.
 macro_rules! merges {
     ($($name:ident => T = $t:ty, $min_sm:literal;)*) => {
-        kernels!(COMBINE, SplitKv: Merge, "family-split-kv",
+        kernels!(COMBINE, SplitKv: Merge, "split-kv",
             (partial_out: f32, partial_lse: f32, seqlens_k: i32, head_sink: T, out: T, out_f32: f32, lse: f32; p: AttentionParams), {
             $($name => combine::<$t>, T = $t, {
                 head_size: 0, rows: 0, keys: 0, threads: combine::THREADS, min_blocks: 6, shared: combine::SHARED_BYTES, hot: true,

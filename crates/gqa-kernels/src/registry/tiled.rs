@@ -8,7 +8,7 @@ use crate::params::{AttentionParams, MaskedParams, PagedTiledParams};
 pub(super) static TABLES: &[&[super::Entry]] =
     &[TILED, TILED_MASKED, TILED_PAGED, TILED_TMA, TILED_F32, TILED_WIDE];
 
-kernels_by_head_size!(TILED, Tiled: Attention, "family-tiled",
+kernels_by_head_size!(TILED, Tiled: Attention, "tiled",
     (q: T, k: T, v: T, seqlens_k: i32, head_sink: T, out: T, lse: f32; p: AttentionParams), communicates: false, {
     gqa_tiled_f16_d128, gqa_tiled_bf16_d128 => tiled::D128, 2;
     gqa_tiled_f16_d128_k64, gqa_tiled_bf16_d128_k64 => tiled::D128Long, 2;
@@ -23,7 +23,7 @@ kernels_by_head_size!(TILED, Tiled: Attention, "family-tiled",
     gqa_tiled_f16_d256, gqa_tiled_bf16_d256 => tiled::D256, 2;
 });
 
-kernels_by_head_size!(TILED_MASKED, TiledMasked: Attention, "family-tiled-masked",
+kernels_by_head_size!(TILED_MASKED, TiledMasked: Attention, "tiled-masked",
     (q: T, k: T, v: T, seqlens_k: i32, bias: T, mask: u8, head_sink: T, out: T, lse: f32; p: MaskedParams), communicates: false, {
     gqa_tiled_masked_f16_d128, gqa_tiled_masked_bf16_d128 => tiled::MaskedD128, 2;
 }, unless quick {
@@ -38,7 +38,7 @@ macro_rules! tiled_paged_kernels {
         tiled_paged_kernels!(@rows $($f16: f16 => $shape, $min_blocks; $bf16: bf16 => $shape, $min_blocks;)*);
     };
     (@rows $($name:ident: $t:ident => $shape:ty, $min_blocks:literal;)*) => {
-        kernels!(TILED_PAGED, TiledPaged: Attention, "family-tiled-paged",
+        kernels!(TILED_PAGED, TiledPaged: Attention, "tiled-paged",
             (q: T, k: T, v: T, cos: T, sin: T, starts: i32, past_seqlens: i32, block_table: i32, head_sink: T, out: T, lse: f32;
              p: PagedTiledParams), { $(
             $name => <$shape>::run_paged, T = $t, {
@@ -61,7 +61,7 @@ macro_rules! tiled_tma_kernels {
         tiled_tma_kernels!(@rows $($f16: f16 => $shape, $min_blocks; $bf16: bf16 => $shape, $min_blocks;)*);
     };
     (@rows $($name:ident: $t:ident => $shape:ty, $min_blocks:literal;)*) => {
-        kernels!(TILED_TMA, TiledTma: Attention, "family-tiled-tma",
+        kernels!(TILED_TMA, TiledTma: Attention, "tiled-tma",
             ([k 0, v 1] q: T, seqlens_k: i32, head_sink: T, out: T, lse: f32; p: AttentionParams), { $(
             $name => <$shape>::run_tma, T = $t, {
                 head_size: <$shape>::HEAD_SIZE, rows: <$shape>::ROWS, keys: <$shape>::KEYS, threads: <$shape>::THREADS,
@@ -83,7 +83,7 @@ macro_rules! tiled_f32_kernels {
         tiled_f32_kernels!(@rows @(all()) $($quick)* @(not(all(target_arch = "nvptx64", feature = "quick"))) $($full)*);
     };
     (@rows $(@($when:meta) $($name:ident => $shape:ty, $min_blocks:literal;)*)*) => {
-        kernels!(TILED_F32, TiledF32: Attention, "family-tiled-f32",
+        kernels!(TILED_F32, TiledF32: Attention, "tiled-f32",
             (q: T, k: T, v: T, seqlens_k: i32, head_sink: T, out: T, lse: f32; p: AttentionParams), { $($(
             #[cfg($when)]
             $name => <$shape>::run, T = f32, {
@@ -110,7 +110,7 @@ macro_rules! tiled_wide_kernels {
         tiled_wide_kernels!(@rows $($f16: f16 => $shape, $min_blocks; $bf16: bf16 => $shape, $min_blocks;)*);
     };
     (@rows $($name:ident: $t:ident => $shape:ty, $min_blocks:literal;)*) => {
-        kernels!(TILED_WIDE, TiledWide: Attention, "family-tiled-wide",
+        kernels!(TILED_WIDE, TiledWide: Attention, "tiled-wide",
             (q: T, k: T, v: T, seqlens_k: i32, head_sink: T, out: T, lse: f32, partial_out: [f32; 2], partial_lse: f32; p: AttentionParams), { $(
             $name => <$shape>::run, T = $t, {
                 head_size: <$shape>::HEAD_SIZE, rows: <$shape>::ROWS, keys: <$shape>::KEYS, threads: <$shape>::THREADS,

@@ -22,17 +22,6 @@ pub use cluster::*;
 pub use communicate::*;
 pub use mbarrier::*;
 pub use tensor_memory::*;
-#[cfg(any(
-    feature = "family-hopper",
-    feature = "family-hopper-masked",
-    feature = "family-hopper-paged",
-    feature = "family-hopper-quantized",
-    feature = "family-hopper-paged-quantized",
-    feature = "family-hopper-float8",
-    feature = "family-hopper-wide",
-    feature = "family-latent"
-))]
-pub(crate) use tma::tensor_map_param;
 pub use tma::*;
 pub use warpgroup::*;
 

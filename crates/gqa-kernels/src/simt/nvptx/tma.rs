@@ -23,17 +23,7 @@ impl TensorMap {
 
 /// The tensor map in parameter number `$i` of kernel `$kernel`, by its address: TMA cannot use a
 /// copy in local memory.
-#[cfg(any(
-    feature = "family-hopper",
-    feature = "family-hopper-masked",
-    feature = "family-hopper-paged",
-    feature = "family-hopper-quantized",
-    feature = "family-hopper-paged-quantized",
-    feature = "family-hopper-float8",
-    feature = "family-hopper-wide",
-    feature = "family-latent",
-    feature = "family-tiled-tma"
-))]
+#[allow(unused_macros, reason = "few modules have kernels with tensor maps")]
 macro_rules! tensor_map_param {
     ($kernel:ident, $i:literal) => {{
         let address: u64;
@@ -47,17 +37,7 @@ macro_rules! tensor_map_param {
         $crate::simt::TensorMap::at(address)
     }};
 }
-#[cfg(any(
-    feature = "family-hopper",
-    feature = "family-hopper-masked",
-    feature = "family-hopper-paged",
-    feature = "family-hopper-quantized",
-    feature = "family-hopper-paged-quantized",
-    feature = "family-hopper-float8",
-    feature = "family-hopper-wide",
-    feature = "family-latent",
-    feature = "family-tiled-tma"
-))]
+#[allow(unused_imports, reason = "few modules have kernels with tensor maps")]
 pub(crate) use tensor_map_param;
 
 /// Starts copying the map's box at `coordinates` (fastest dimension first) to shared memory and
