@@ -1,7 +1,7 @@
 //! The cascade: asks every family in order; the first that supports the call computes it.
 
 use super::decision::{Decision, Rejection};
-use super::families::FAMILIES;
+use super::families::CONTIGUOUS;
 use super::family::{Call, Choice, Family};
 use super::requirements;
 use super::trust::{Trust, is_proven};
@@ -11,18 +11,14 @@ use gqa_tensor::{Error, Result};
 
 /// The families for a contiguous KV cache, in order.
 pub fn candidates() -> impl Iterator<Item = registry::Family> {
-    contiguous().map(|family| family.module())
-}
-
-fn contiguous() -> impl Iterator<Item = &'static dyn Family> {
-    FAMILIES.into_iter().filter(|family| !family.is_paged())
+    CONTIGUOUS.into_iter().map(|family| family.module())
 }
 
 /// The first family that supports a call over a contiguous KV cache, and the decision about each.
 pub(super) fn choose(call: &Call<'_>) -> Result<(Choice, Vec<Decision>)> {
     let mut chosen: Option<Choice> = None;
     let mut decisions = Vec::new();
-    for family in contiguous() {
+    for family in CONTIGUOUS {
         let outcome = match chosen {
             Some(_) => Err(Rejection::Outranked),
             None => consider(family, call),

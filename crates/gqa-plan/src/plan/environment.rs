@@ -1,6 +1,6 @@
 //! Plan options from environment variables: one table serves parsing and documentation.
 
-use super::families::FAMILIES;
+use super::families::{CONTIGUOUS, PAGED};
 use super::family::Family;
 use super::options::{Fold, PlanOption, PlanOptions, is_cluster, is_splits};
 use super::trust::Trust;
@@ -32,7 +32,8 @@ impl Variable {
     pub fn meaning(&self) -> String {
         let concerns = |family: &&dyn Family| family.options().contains(&self.option);
         let mut names = Vec::new();
-        for family in FAMILIES.into_iter().filter(concerns) {
+        let paged = PAGED.iter().map(|paged| paged.family);
+        for family in paged.chain(CONTIGUOUS).filter(concerns) {
             let name = format!("`{}`", family.module().name());
             // A family for contiguous and paged caches is there twice.
             if !names.contains(&name) {

@@ -37,6 +37,12 @@ pub(super) trait Family: Sync {
         false
     }
 
+    /// Whether, over a paged KV cache without a causal mask, tokens before the first key of their
+    /// sequence see all keys, as other tokens do.
+    fn computes_all_rows(&self) -> bool {
+        false
+    }
+
     /// Whether its launches take tiles, of one query head each, from a queue that two launches can
     /// share.
     fn draws_tiles(&self) -> bool {
@@ -57,6 +63,23 @@ pub(super) trait Family: Sync {
 
     /// The launches of a kernel that it chose. Unless they append, the cache already holds K and V.
     fn launches(&self, kernel: &Kernel, job: Job<'_>) -> Result<Vec<Launch>>;
+}
+
+/// A family for paged KV caches, and its part of a call.
+pub(super) struct Paged {
+    pub(super) family: &'static dyn Family,
+    pub(super) sequences: Sequences,
+    /// Whether it is asked about the call; otherwise no decision names it.
+    pub(super) concerns: fn(&Problem) -> bool,
+}
+
+/// Sequences of a paged call that a family takes if it supports them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Sequences {
+    /// All; otherwise those of few tokens, beside a family that takes the others.
+    Short,
+    /// Those of many tokens, or all.
+    Long,
 }
 
 /// What a family is asked about.

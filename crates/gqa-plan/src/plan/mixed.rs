@@ -29,24 +29,34 @@ use super::cascade::{consider, decision};
 use super::cost::mixed::{Order, Work};
 use super::decision::{Decision, Rejection};
 use super::device::{Capability, DeviceInfo};
-use super::families::{
-    DecodePaged, DecodePagedQuantized, HopperPaged, HopperPagedQuantized, HopperWide, Latent,
-    LatentMma, TiledPaged, in_halves, in_parts,
-};
-use super::family::{Call, Choice, Family, Job, Kernel, Task, TileQueue};
+use super::families::{LARGEST_DECODE_HEAD, PAGED, in_halves, in_parts};
+use super::family::{Call, Choice, Family, Job, Kernel, Paged, Sequences, Task, TileQueue};
 use super::launch::Launch;
 use super::options::PlanOptions;
 use super::rows::Rows;
 use super::scratch::Scratch;
 use crate::problem::{Pages, Problem, ProblemFields};
-use gqa_kernels::registry;
 use gqa_tensor::Result;
 
-/// Largest heads of `decode_paged`.
-const LARGEST_DECODE_HEAD: usize = 256;
+/// The families that take such sequences of the call, best first.
+fn families(sequences: Sequences, problem: &Problem) -> impl Iterator<Item = &'static dyn Family> {
+    let takes = move |paged: &&Paged| paged.sequences == sequences && (paged.concerns)(problem);
+    PAGED.iter().filter(takes).map(|paged| paged.family)
+}
 
-/// Rows of a latent call up to which `latent_mma` is faster than `latent`, whose tiles have 64.
-const FEW_LATENT_ROWS: usize = 16;
+/// The first of these families that takes the call. Decisions are noted.
+fn first(
+    sequences: Sequences,
+    problem: &Problem,
+    consider: impl Fn(&'static dyn Family) -> Result<Choice, Rejection>,
+    decisions: &mut Vec<Decision>,
+) -> Option<Choice> {
+    families(sequences, problem).find_map(|family| {
+        let outcome = consider(family);
+        decisions.push(decision(family, &outcome));
+        outcome.ok()
+    })
+}
 
 /// The kernels for a paged cache, and the rejections of others.
 pub(super) struct Attentions {
@@ -71,8 +81,7 @@ impl Attention {
     /// Whether, without a causal mask, tokens before the first key of their sequence see all keys,
     /// as other tokens do.
     pub(super) fn computes_all_rows(&self) -> bool {
-        let families = [registry::Family::HopperPaged, registry::Family::HopperPagedQuantized];
-        families.contains(&self.choice.family.module())
+        self.choice.family.computes_all_rows()
     }
 
     /// Whether it reads queries that a launch ahead has rotated.
@@ -106,30 +115,17 @@ impl Attentions {
         device: &DeviceInfo,
         options: &PlanOptions,
     ) -> Self {
-        let families: &[&'static dyn Family] = match problem.quantized {
-            _ if problem.latent && problem.packed_rows() <= FEW_LATENT_ROWS => {
-                &[&LatentMma { paged: true }, &Latent]
-            }
-            _ if problem.latent => &[&Latent, &LatentMma { paged: true }],
-            None if problem.head_size > LARGEST_DECODE_HEAD => &[&HopperWide { paged: true }],
-            None => &[&DecodePaged],
-            Some(_) => &[&DecodePagedQuantized],
-        };
         let whole = Task::whole(problem, true);
         let consider = |family, problem: &Problem| -> Result<Choice, Rejection> {
             let typical = problem.batch_invariant.then(|| problem.typical());
             consider(family, &Call::new(typical.as_ref().unwrap_or(problem), device, options))
         };
         let ask = |family| may_be_steps(problem).and_then(|()| consider(family, problem));
-        let asked: Vec<_> = families.iter().map(|&family| (family, ask(family))).collect();
-        let nth = asked.iter().position(|(_, steps)| steps.is_ok()).unwrap_or(asked.len() - 1);
-        let mut decisions: Vec<_> =
-            asked[..=nth].iter().map(|(family, steps)| decision(*family, steps)).collect();
-        let (step, steps) = &asked[nth];
-        let step = *step;
+        let mut decisions = Vec::new();
+        let all = first(Sequences::Short, problem, ask, &mut decisions);
         // Kernels do not append by slot_mapping; a launch before them does.
         let appends = !pages.slots && !problem.reads_pages_only();
-        if let Ok(choice) = *steps {
+        if let Some(choice) = all {
             let task = Task { appended: !appends || choice.family.follows_append(), ..whole };
             let call = Call::new(problem, device, options);
             let kernel = in_parts(&choice.kernel, &call).unwrap_or(choice.kernel);
@@ -141,7 +137,9 @@ impl Attentions {
             return Self { chosen: Vec::new(), decisions };
         };
         let task = Task { appended: true, ..whole };
-        let few = Few::of(problem, pages, |problem| consider(step, problem));
+        let few = Few::of(problem, pages, |problem| {
+            families(Sequences::Short, problem).find_map(|family| consider(family, problem).ok())
+        });
         if prompt.divides_work() {
             // The kernel reads copies of quantized keys, which cost too much for a few tokens, or
             // converts all of them.
@@ -156,7 +154,7 @@ impl Attentions {
             });
             let least = steps.as_ref().map_or(task.least, |steps| steps.problem.q_len + 1);
             if let Some(steps) = &steps {
-                decisions[nth] = decision(step, &Ok(steps.choice));
+                decide(&mut decisions, steps.choice);
             }
             let others = Attention { problem: read, choice: prompt, task: Task { least, ..task } };
             return Self { chosen: steps.into_iter().chain([others]).collect(), decisions };
@@ -170,12 +168,12 @@ impl Attentions {
             };
             return Self { chosen, decisions };
         };
+        let step = few.choice.family.module();
         let mixed = Mixed { problem: &read, few, prompt, task };
         let chosen = mixed.attentions(device, options, appends);
-        let steps =
-            chosen.iter().find(|attention| attention.choice.family.module() == step.module());
+        let steps = chosen.iter().find(|attention| attention.choice.family.module() == step);
         if let Some(attention) = steps {
-            decisions[nth] = decision(step, &Ok(attention.choice));
+            decide(&mut decisions, attention.choice);
         }
         Self { chosen, decisions }
     }
@@ -187,22 +185,20 @@ impl Attentions {
         consider: impl Fn(&'static dyn Family, &Problem) -> Result<Choice, Rejection>,
         decisions: &mut Vec<Decision>,
     ) -> Option<(Problem, Choice)> {
-        let mut ask = |family, problem: Problem| {
-            let outcome = consider(family, &problem);
-            decisions.push(decision(family, &outcome));
-            outcome.ok().map(|choice| (problem, choice))
+        let mut ask = |problem: &Problem| {
+            let choice = first(Sequences::Long, problem, |f| consider(f, problem), decisions);
+            choice.map(|choice| (problem.clone(), choice))
         };
-        let quantized = problem.quantized.is_some();
-        let in_place = match quantized && !problem.batch_invariant {
-            true => ask(&HopperPagedQuantized, problem.clone()),
-            false => None,
-        };
-        in_place.or_else(|| {
-            let numbers = if quantized { problem.dequantized().ok()? } else { problem.clone() };
-            let families: [&'static dyn Family; 2] = [&HopperPaged, &TiledPaged];
-            let first = usize::from(problem.batch_invariant);
-            families[first..].iter().find_map(|family| ask(*family, numbers.clone()))
-        })
+        let dequantized = || problem.quantized.and_then(|_| problem.dequantized().ok());
+        ask(problem).or_else(|| ask(&dequantized()?))
+    }
+}
+
+/// A family that does not take all sequences takes those of few tokens.
+fn decide(decisions: &mut [Decision], choice: Choice) {
+    let of_family = |known: &&mut Decision| known.family == choice.family.module();
+    if let Some(known) = decisions.iter_mut().find(of_family) {
+        *known = decision(choice.family, &Ok(choice));
     }
 }
 
@@ -244,10 +240,10 @@ struct Few {
 
 impl Few {
     /// Sequences that fit the smallest tile that holds their [tokens](drafts).
-    fn of<E>(
+    fn of(
         p: &Problem,
         pages: Pages,
-        consider: impl Fn(&Problem) -> Result<Choice, E>,
+        consider: impl Fn(&Problem) -> Option<Choice>,
     ) -> Option<Self> {
         let tokens = ROW_TILES.map(|rows| (rows * p.kv_heads / p.q_heads).max(1));
         let tokens = if p.batch_invariant { vec![step_tokens(p)] } else { tokens.to_vec() };
@@ -260,12 +256,12 @@ impl Few {
                 let problem =
                     p.derive(|call| ProblemFields { q_len: tokens, new_len, ..call }).ok()?;
                 let lengths = Lengths::of(p, pages, tokens);
-                let of_batch = consider(&problem).ok()?;
+                let of_batch = consider(&problem)?;
                 // As many CTAs as suit its sequences, without splits: splits would need scratch
                 // memory for the whole batch.
                 let few =
                     problem.derive(|call| ProblemFields { batch: lengths.few, ..call }).ok()?;
-                let own = consider(&few).ok().filter(|choice| choice.kernel.splits == 1);
+                let own = consider(&few).filter(|choice| choice.kernel.splits == 1);
                 let own = own.filter(|_| !p.batch_invariant);
                 Some(Self { problem, choice: own.unwrap_or(of_batch), lengths })
             });

@@ -13,7 +13,7 @@
 //! | separate cache | `concat_new_to_past_kv`, which rotates K, and `rotary_embedding` for Q; `concat_rows` where rows are no vectors |
 //! | quantized cache | as a shared one, of numbers in scratch, and then `quantize_kv`: quantized values of new rows, numbers of all |
 //! | external cache | none |
-//! | a paged KV cache | `qk_norm`, `paged_append`, `paged_gather`; after attention `paged_scatter` and `paged_gaps`; `decode_paged` needs `qk_norm` only, `hopper_paged`, `hopper_wide` and `tiled_paged` that and `paged_append` |
+//! | a paged KV cache | `qk_norm`, `paged_append`, `paged_gather`; after attention `paged_scatter` and `paged_gaps`; kernels that read blocks need `qk_norm` and `paged_append` only, or append themselves (`paged.rs`) |
 //! | a rolling KV cache | `rolling_kv` or `rolling_lengths`, and what the rest of this table says; where rows are several, `rolling_kv` after attention |
 //! | nothing to append | `rotary_embedding` for Q |
 //!
@@ -23,11 +23,8 @@
 //! it is: `concat_kv_in_place`, which rotates K then, or `concat_new_to_past_kv` is all that comes
 //! before it, and nothing where there is nothing to append. The standalone RotaryEmbedding is one
 //! launch, `rotary_embedding` or, where rows are no vectors, `rotary_rows`; a cache update is
-//! `scatter_rows`. Attention reads K and V from the present cache, or where they are: `decode` or
-//! `decode_quantized`, `split_kv` or `split_kv_masked` and `combine`, `hopper` or `hopper_split`
-//! and `combine`, `hopper_masked`, `hopper_wide` (and `latent_merge`), `tiled_tma`, `tiled`,
-//! `tiled_masked`, `tiled_f32`, `tiled_wide` (and `combine`), `latent_mma` (and its merge),
-//! `general`, or the three unfused kernels.
+//! `scatter_rows`. Attention reads K and V from the present cache, or where they are, by a kernel
+//! of one of the families that `families/mod.rs` lists; a merge follows where it splits keys.
 
 mod build;
 mod cascade;

@@ -11,8 +11,8 @@
 //! | `paged_scatter`: output rows, and log-sum-exps, to their tokens | | | unless every sequence has one token, and no log-sum-exps are wanted |
 //! | `paged_gaps`: rows anew of sequences whose tables lead outside of the cache, or that have fewer keys than tokens | | where the cache holds quantized values, or by kernels that take tokens before all keys for padding | always |
 //!
-//! `hopper_wide` takes heads of 512, `latent` and `latent_mma` latent caches, whatever the
-//! sequences: behind `paged_append`, which leaves rotated queries in scratch.
+//! Families for which [`follows_append`](super::family::Family::follows_append) is true take all
+//! sequences, behind `paged_append`, which leaves rotated queries in scratch.
 //!
 //! Packed keys and values are a cache of consecutive rows. `hopper_paged` reads these where they
 //! are; the last column has all other kernels, unless values lie unlike their keys.

@@ -33,6 +33,10 @@ impl Family for HopperPaged {
         true
     }
 
+    fn computes_all_rows(&self) -> bool {
+        true
+    }
+
     fn draws_tiles(&self) -> bool {
         true
     }

@@ -24,6 +24,10 @@ impl Family for HopperPagedQuantized {
         true
     }
 
+    fn computes_all_rows(&self) -> bool {
+        true
+    }
+
     fn draws_tiles(&self) -> bool {
         true
     }

@@ -24,18 +24,12 @@ mod tiled_tma;
 mod tiled_wide;
 mod unfused;
 
-use super::family::Family;
+use super::family::Sequences::{Long, Short};
+use super::family::{Family, Paged, Sequences};
+use crate::problem::Problem;
 
-/// All families, best first: the order in which the cascade asks them.
-pub(super) static FAMILIES: [&dyn Family; 25] = [
-    &decode_paged::DecodePaged,
-    &decode_paged_quantized::DecodePagedQuantized,
-    &hopper_paged_quantized::HopperPagedQuantized,
-    &hopper_paged::HopperPaged,
-    &tiled_paged::TiledPaged,
-    &latent::Latent,
-    &latent_mma::LatentMma { paged: true },
-    &hopper_wide::HopperWide { paged: true },
+/// Families for contiguous KV caches, best first: the order in which the cascade asks them.
+pub(super) static CONTIGUOUS: [&dyn Family; 17] = [
     &decode_quantized::DecodeQuantized,
     &decode::Decode,
     &split_kv::SplitKv,
@@ -55,12 +49,48 @@ pub(super) static FAMILIES: [&dyn Family; 25] = [
     &unfused::Unfused,
 ];
 
+const LATENT_MMA: &dyn Family = &latent_mma::LatentMma { paged: true };
+
+/// Families for paged KV caches, best first, with the sequences that they take and the calls about
+/// which they are asked (`mixed.rs`).
+pub(super) static PAGED: [Paged; 9] = [
+    paged(&decode_paged::DecodePaged, Short, |p| is_plain(p) && p.head_size <= LARGEST_DECODE_HEAD),
+    paged(&decode_paged_quantized::DecodePagedQuantized, Short, |p| {
+        !p.latent && p.quantized.is_some()
+    }),
+    paged(&hopper_wide::HopperWide { paged: true }, Short, |p| {
+        is_plain(p) && p.head_size > LARGEST_DECODE_HEAD
+    }),
+    paged(LATENT_MMA, Short, |p| p.latent && has_few_rows(p)),
+    paged(&latent::Latent, Short, |p| p.latent),
+    paged(LATENT_MMA, Short, |p| p.latent && !has_few_rows(p)),
+    paged(&hopper_paged_quantized::HopperPagedQuantized, Long, |p| {
+        p.quantized.is_some() && !p.batch_invariant
+    }),
+    paged(&hopper_paged::HopperPaged, Long, |p| p.quantized.is_none() && !p.batch_invariant),
+    paged(&tiled_paged::TiledPaged, Long, |p| p.quantized.is_none()),
+];
+
+const fn paged(
+    family: &'static dyn Family,
+    sequences: Sequences,
+    concerns: fn(&Problem) -> bool,
+) -> Paged {
+    Paged { family, sequences, concerns }
+}
+
+/// Largest heads of `decode_paged`.
+pub(super) const LARGEST_DECODE_HEAD: usize = 256;
+
+/// Whether keys and values are apart, and not quantized.
+fn is_plain(p: &Problem) -> bool {
+    !p.latent && p.quantized.is_none()
+}
+
+/// Rows of a latent call up to which `latent_mma` is faster than `latent`, whose tiles have 64.
+fn has_few_rows(p: &Problem) -> bool {
+    p.packed_rows() <= 16
+}
+
 pub(super) use decode::in_halves;
-pub(super) use decode_paged::{DecodePaged, division, in_parts, schedule};
-pub(super) use decode_paged_quantized::DecodePagedQuantized;
-pub(super) use hopper_paged::HopperPaged;
-pub(super) use hopper_paged_quantized::HopperPagedQuantized;
-pub(super) use hopper_wide::HopperWide;
-pub(super) use latent::Latent;
-pub(super) use latent_mma::LatentMma;
-pub(super) use tiled_paged::TiledPaged;
+pub(super) use decode_paged::{division, in_parts, schedule};
