@@ -127,7 +127,7 @@ pub fn room(
     let output = outputs.find(|(_, output)| output.role == id);
     let (Some((index, output)), Some(spec)) = (output, id.spec(problem)) else { return Ok(None) };
     // ONNX Runtime has room for elements of the kernel's type.
-    let dtype = output.kind.of(given.types);
+    let dtype = given.types.of(output.kind);
     if dtype != spec.dtype {
         return Err(Error::invalid(id.name(), dtype, spec.dtype).into());
     }

@@ -2,38 +2,18 @@
 
 use crate::api::Failure;
 use crate::call::{Given, Made, check_apart, room};
-use crate::schema::Kind::{Always, Cache, Element};
+use crate::schema::Kind::{Cache, Element};
 use crate::schema::Literal::{Float, Int, Text};
-use crate::schema::{
-    Absent, Attribute, Output, Schema, default, input, numbers, optional, required,
-};
+use crate::schema::{Absent, Attribute, Output, Schema, default, optional, required};
 use crate::value::{Context, Value};
-use gqa_host::op::{GroupQueryAttention, Shapes};
+use gqa_host::op::{GroupQueryAttention, Inputs, Shapes};
 use gqa_host::plan::TensorId::{self, *};
-use gqa_host::{CacheBinding, DType, Error, Problem};
+use gqa_host::{CacheBinding, Error, Problem};
 
 /// Its inputs and outputs.
 pub static SCHEMA: Schema = Schema {
     name: c"GroupQueryAttention",
-    inputs: &[
-        input("query", Query, Element).required(),
-        input("key", Key, Element),
-        input("value", TensorId::Value, Element),
-        input("past_key", PastKey, Cache),
-        input("past_value", PastValue, Cache),
-        input("seqlens_k", SeqlensK, Always(DType::I32)).required(),
-        numbers("total_sequence_length").required(),
-        input("cos_cache", CosCache, Element),
-        input("sin_cache", SinCache, Element),
-        input("position_ids", PositionIds, Always(DType::I64)),
-        input("attention_bias", AttentionBias, Element),
-        input("head_sink", HeadSink, Element),
-        input("k_scale", KScale, Always(DType::F32)),
-        input("v_scale", VScale, Always(DType::F32)),
-        input("q_norm_weight", QNormWeight, Element),
-        input("k_norm_weight", KNormWeight, Element),
-        input("query_seqlens", QuerySeqlens, Always(DType::I32)),
-    ],
+    inputs: &Inputs::ONNX,
     outputs: &[
         Output { name: "output", kind: Element, role: TensorId::Output },
         Output { name: "present_key", kind: Cache, role: PresentKey },

@@ -131,7 +131,7 @@ unsafe extern "system" fn input_type(
 ) -> ONNXTensorElementDataType {
     // SAFETY: ONNX Runtime has it from `all`
     let Operator { schema, types, .. } = unsafe { operator(op) };
-    element_type(schema.inputs[index].kind.of(*types))
+    element_type(types.of(schema.inputs[index].kind))
 }
 
 unsafe extern "system" fn output_type(
@@ -140,7 +140,7 @@ unsafe extern "system" fn output_type(
 ) -> ONNXTensorElementDataType {
     // SAFETY: ONNX Runtime has it from `all`
     let Operator { schema, types, .. } = unsafe { operator(op) };
-    element_type(schema.outputs[index].kind.of(*types))
+    element_type(types.of(schema.outputs[index].kind))
 }
 
 unsafe extern "system" fn input_characteristic(

@@ -2,37 +2,18 @@
 
 use crate::api::Failure;
 use crate::call::{Given, Made, check_apart, room};
-use crate::schema::Kind::{Always, Cache, Element};
+use crate::schema::Kind::{Cache, Element};
 use crate::schema::Literal::{Float, Int, Text};
-use crate::schema::{Output, Schema, default, input, numbers, optional, required};
+use crate::schema::{Output, Schema, default, optional, required};
 use crate::value::{Context, Value};
-use gqa_host::op::{Bounds, PagedAttention, PagedShapes};
+use gqa_host::op::{Bounds, PagedAttention, PagedInputs, PagedShapes};
 use gqa_host::plan::TensorId::{self, *};
-use gqa_host::{DType, Error, Problem};
+use gqa_host::{Error, Problem};
 
 /// Its inputs and outputs.
 pub static SCHEMA: Schema = Schema {
     name: c"PagedAttention",
-    inputs: &[
-        input("query", Query, Element).required(),
-        input("key", Key, Element),
-        input("value", TensorId::Value, Element),
-        input("key_cache", PresentKey, Cache).required(),
-        input("value_cache", PresentValue, Cache),
-        input("cumulative_sequence_length", CumulativeSequenceLength, Always(DType::I32))
-            .required(),
-        input("past_seqlens", SeqlensK, Always(DType::I32)).required(),
-        input("block_table", BlockTable, Always(DType::I32)).required(),
-        input("cos_cache", CosCache, Element),
-        input("sin_cache", SinCache, Element),
-        input("slot_mapping", SlotMapping, Always(DType::I32)),
-        input("head_sink", HeadSink, Element),
-        input("q_norm_weight", QNormWeight, Element),
-        input("k_norm_weight", KNormWeight, Element),
-        input("k_scale", KScale, Always(DType::F32)),
-        input("v_scale", VScale, Always(DType::F32)),
-        numbers("attention_metadata"),
-    ],
+    inputs: &PagedInputs::ONNX,
     outputs: &[
         Output { name: "output", kind: Element, role: TensorId::Output },
         Output { name: "key_cache_out", kind: Cache, role: PresentKey },

@@ -1,6 +1,7 @@
 //! What ONNX Runtime needs to know of an operator: inputs, outputs and attributes.
 
 use gqa_host::DType;
+pub use gqa_host::op::{Input, Kind};
 use gqa_host::plan::TensorId;
 use std::ffi::CStr;
 use std::fmt::{self, Display};
@@ -19,17 +20,6 @@ pub struct Schema {
     pub in_place: bool,
 }
 
-/// Element type of a tensor.
-#[derive(Clone, Copy)]
-pub enum Kind {
-    /// That of query.
-    Element,
-    /// That of the KV cache.
-    Cache,
-    /// This one.
-    Always(DType),
-}
-
 /// Element types of a kernel's tensors.
 #[derive(Clone, Copy)]
 pub struct Types {
@@ -37,18 +27,6 @@ pub struct Types {
     pub element: DType,
     /// That of the KV cache.
     pub cache: DType,
-}
-
-/// An input.
-pub struct Input {
-    /// As messages name it.
-    pub name: &'static str,
-    /// What it is in a call; `None` for numbers that the host reads.
-    pub role: Option<TensorId>,
-    /// Its type.
-    pub kind: Kind,
-    /// Whether a node must have it.
-    pub required: bool,
 }
 
 /// An output. The first is required, the others are not.
@@ -59,16 +37,6 @@ pub struct Output {
     pub kind: Kind,
     /// What it is in a call.
     pub role: TensorId,
-}
-
-/// An input that a node may lack.
-pub const fn input(name: &'static str, role: TensorId, kind: Kind) -> Input {
-    Input { name, role: Some(role), kind, required: false }
-}
-
-/// int32 numbers that the host reads, whatever device computes.
-pub const fn numbers(name: &'static str) -> Input {
-    Input { name, role: None, kind: Kind::Always(DType::I32), required: false }
 }
 
 /// An attribute.
@@ -152,20 +120,9 @@ impl Display for Literal {
     }
 }
 
-impl Input {
-    /// One that a node must have.
-    pub const fn required(self) -> Self {
-        Self { required: true, ..self }
-    }
-}
-
-impl Kind {
-    /// The type, among those of a kernel.
-    pub fn of(self, types: Types) -> DType {
-        match self {
-            Self::Element => types.element,
-            Self::Cache => types.cache,
-            Self::Always(dtype) => dtype,
-        }
+impl Types {
+    /// The type of such a tensor.
+    pub fn of(self, kind: Kind) -> DType {
+        kind.of(self.element, self.cache)
     }
 }

@@ -1,28 +1,10 @@
 //! The inputs of GroupQueryAttention, with their data and without.
 
-use gqa_plan::plan::{TensorId, Tensors};
-use gqa_tensor::{Tensor, TensorDesc};
-
-/// Inputs in ONNX's order, as nodes have them.
-const ONNX: [&str; 17] = [
-    "query",
-    "key",
-    "value",
-    "past_key",
-    "past_value",
-    "seqlens_k",
-    "total_sequence_length",
-    "cos_cache",
-    "sin_cache",
-    "position_ids",
-    "attention_bias",
-    "head_sink",
-    "k_scale",
-    "v_scale",
-    "q_norm_weight",
-    "k_norm_weight",
-    "query_seqlens",
-];
+use super::schema::Kind::{Always, Cache, Element};
+use super::schema::{Input, input, names, numbers};
+use gqa_plan::plan::TensorId::{self, *};
+use gqa_plan::plan::Tensors;
+use gqa_tensor::{DType, Tensor, TensorDesc};
 
 /// One row per optional input: its name, its role, and in the comment its shape.
 macro_rules! optional {
@@ -142,6 +124,27 @@ optional! {
 }
 
 impl Inputs<'_> {
-    /// Names of the inputs in ONNX's order.
-    pub const NAMES: [&'static str; ONNX.len()] = ONNX;
+    /// In ONNX's order, as nodes have them.
+    pub const ONNX: [Input; 17] = [
+        input("query", Query, Element).required(),
+        input("key", Key, Element),
+        input("value", TensorId::Value, Element),
+        input("past_key", PastKey, Cache),
+        input("past_value", PastValue, Cache),
+        input("seqlens_k", SeqlensK, Always(DType::I32)).required(),
+        numbers("total_sequence_length").required(),
+        input("cos_cache", CosCache, Element),
+        input("sin_cache", SinCache, Element),
+        input("position_ids", PositionIds, Always(DType::I64)),
+        input("attention_bias", AttentionBias, Element),
+        input("head_sink", HeadSink, Element),
+        input("k_scale", KScale, Always(DType::F32)),
+        input("v_scale", VScale, Always(DType::F32)),
+        input("q_norm_weight", QNormWeight, Element),
+        input("k_norm_weight", KNormWeight, Element),
+        input("query_seqlens", QuerySeqlens, Always(DType::I32)),
+    ];
+
+    /// Their names.
+    pub const NAMES: [&'static str; 17] = names(&Self::ONNX);
 }

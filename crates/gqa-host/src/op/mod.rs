@@ -6,6 +6,7 @@ mod inputs;
 mod paged;
 mod rotary;
 mod scatter;
+mod schema;
 pub(crate) mod validate;
 mod validate_attention;
 
@@ -15,6 +16,7 @@ pub use inputs::{Inputs, Shapes};
 pub use paged::{Bounds, PagedAttention, PagedCache, PagedInputs, PagedOutputs, PagedShapes};
 pub use rotary::{RotaryEmbedding, RotaryInputs};
 pub use scatter::{ScatterInputs, TensorScatter};
+pub use schema::{Input, Kind};
 pub use validate_attention::AttentionShapes;
 
 use gqa_tensor::DType;

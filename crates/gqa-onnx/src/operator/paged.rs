@@ -11,25 +11,7 @@ use crate::error::{Error, Result};
 use crate::proto::NodeProto;
 
 /// Inputs in ONNX Runtime's order.
-pub(super) const INPUTS: [&str; 17] = [
-    "query",
-    "key",
-    "value",
-    "key_cache",
-    "value_cache",
-    "cumulative_sequence_length",
-    "past_seqlens",
-    "block_table",
-    "cos_cache",
-    "sin_cache",
-    "slot_mapping",
-    "head_sink",
-    "q_norm_weight",
-    "k_norm_weight",
-    "k_scale",
-    "v_scale",
-    "attention_metadata",
-];
+pub(super) const INPUTS: [&str; PagedInputs::NAMES.len()] = PagedInputs::NAMES;
 
 /// Outputs in ONNX Runtime's order.
 pub(super) const OUTPUTS: [&str; 3] = ["output", "key_cache_out", "value_cache_out"];

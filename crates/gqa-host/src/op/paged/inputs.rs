@@ -1,8 +1,11 @@
 //! What PagedAttention takes.
 
 use super::Bounds;
+use crate::op::schema::Kind::{Always, Cache, Element};
+use crate::op::schema::{Input, input, names, numbers};
 use crate::op::validate::row_scales;
-use gqa_tensor::{Tensor, TensorDesc};
+use gqa_plan::plan::TensorId::{self, *};
+use gqa_tensor::{DType, Tensor, TensorDesc};
 
 /// The operator's inputs under ONNX Runtime's names; checked when the operator is applied. B
 /// sequences, num_tokens new tokens of all of them together.
@@ -69,6 +72,33 @@ impl<'a> PagedInputs<'a> {
             attention_metadata: None,
         }
     }
+}
+
+impl PagedInputs<'_> {
+    /// In ONNX Runtime's order, as nodes have them.
+    pub const ONNX: [Input; 17] = [
+        input("query", Query, Element).required(),
+        input("key", Key, Element),
+        input("value", TensorId::Value, Element),
+        input("key_cache", PresentKey, Cache).required(),
+        input("value_cache", PresentValue, Cache),
+        input("cumulative_sequence_length", CumulativeSequenceLength, Always(DType::I32))
+            .required(),
+        input("past_seqlens", SeqlensK, Always(DType::I32)).required(),
+        input("block_table", BlockTable, Always(DType::I32)).required(),
+        input("cos_cache", CosCache, Element),
+        input("sin_cache", SinCache, Element),
+        input("slot_mapping", SlotMapping, Always(DType::I32)),
+        input("head_sink", HeadSink, Element),
+        input("q_norm_weight", QNormWeight, Element),
+        input("k_norm_weight", KNormWeight, Element),
+        input("k_scale", KScale, Always(DType::F32)),
+        input("v_scale", VScale, Always(DType::F32)),
+        numbers("attention_metadata"),
+    ];
+
+    /// Their names.
+    pub const NAMES: [&'static str; 17] = names(&Self::ONNX);
 }
 
 /// A paged KV cache: (num_blocks, block_size, Nk, H) each, or H / 2 bytes of 4-bit values.
