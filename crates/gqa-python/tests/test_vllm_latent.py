@@ -287,7 +287,7 @@ class Prompts(unittest.TestCase):
             kind, record = self.module.LatentMetadataBuilder, lambda *of: begun.append(begins(*of))
             self.builder(kind, record)
             made = [future.result().plan.call for future in begun[0]]
-        steps = {"gqa_latent_mma_bf16_r16", "gqa_latent_mma_merge_bf16"}
+        steps = {"gqa_latent_mma_bf16_r16", "gqa_latent_merge_bf16"}
         wanted = {"gqa_hopper_bf16_d192_v128"} | steps
         self.assertEqual({name for call in made for name in call.kernels("h200")}, wanted)
 

@@ -10,7 +10,7 @@ use crate::params::LatentParams;
 
 #[cfg(not(target_arch = "nvptx64"))]
 pub(super) static TABLES: &[&[super::Entry]] =
-    &[WIDE, LATENT, LATENT_FLOAT8, LATENT_MERGE, LATENT_MMA, LATENT_MMA_FLOAT8, LATENT_MMA_MERGE];
+    &[WIDE, LATENT, LATENT_FLOAT8, LATENT_MMA, LATENT_MMA_FLOAT8, LATENT_MERGE];
 
 kernels!(WIDE, HopperWide: Attention, "hopper-wide",
     ([k 0, v 1] q: T, starts: i32, past_seqlens: i32, query_seqlens: i32, block_table: i32, out: T, lse: f32, partial_out: f32, partial_lse: f32;
@@ -37,14 +37,6 @@ kernels!(LATENT_FLOAT8, Latent: Attention, "latent",
            min_blocks: 1, shared: LatentFloat8::SHARED_BYTES, hot: true, min_sm: 90, formats: &[Format::Float8] }, {
     gqa_latent_float8_f16 => latent::latent_float8::<f16>, T = f16;
     gqa_latent_float8_bf16 => latent::latent_float8::<bf16>, T = bf16;
-});
-
-kernels!(LATENT_MERGE, Latent: Merge, "latent",
-    (out: T, lse: f32, partial_out: f32, partial_lse: f32; p: LatentParams),
-    each { head_size: latent::VALUE_SIZE, rows: 0, keys: 0, threads: latent::MERGE_THREADS,
-           min_blocks: 8, shared: latent::MERGE_SHARED_BYTES, hot: true, min_sm: 90 }, {
-    gqa_latent_merge_f16 => latent::merge::<f16>, T = f16;
-    gqa_latent_merge_bf16 => latent::merge::<bf16>, T = bf16;
 });
 
 /// Rows of the kernels that multiply by `mma.sync`, for both 16-bit types: `F16 NAME, BF16 NAME =>
@@ -77,10 +69,11 @@ latent_mma_kernels!(LATENT_MMA_FLOAT8,
     gqa_latent_mma_f8_f16_r32, gqa_latent_mma_f8_bf16_r32 => latent_mma::Float8Rows32, 1;
 });
 
-kernels!(LATENT_MMA_MERGE, LatentMma: Merge, "latent-mma",
+// For splits of the keys by all kernels of this file.
+kernels!(LATENT_MERGE, LatentMma: Merge, "latent-mma",
     (out: T, lse: f32, partial_out: f32, partial_lse: f32; p: LatentParams),
     each { head_size: latent::VALUE_SIZE, rows: 0, keys: 0, threads: latent::MERGE_THREADS,
            min_blocks: 8, shared: latent::MERGE_SHARED_BYTES, hot: true, min_sm: 80 }, {
-    gqa_latent_mma_merge_f16 => latent::merge::<f16>, T = f16;
-    gqa_latent_mma_merge_bf16 => latent::merge::<bf16>, T = bf16;
+    gqa_latent_merge_f16 => latent::merge::<f16>, T = f16;
+    gqa_latent_merge_bf16 => latent::merge::<bf16>, T = bf16;
 });

@@ -2869,7 +2869,7 @@ fn latent_calls_have_kernels_that_read_values_in_keys() {
     let kernels =
         |call: ProblemFields| kernels(&Problem::new(call).unwrap(), &PlanOptions::default());
     let dense = kernels(latent_of(576, 1, 500));
-    let merged = ["latent_mma_f16_r32", "latent_mma_merge"];
+    let merged = ["latent_mma_f16_r32", "latent_merge"];
     assert_eq!(dense, ["unpack_qkv_with_rope_and_append_kv", merged[0], merged[1]]);
     let sink = ProblemFields { sink: Sink::PerHead, ..latent_of(576, 1, 500) };
     let unfused = ["unfused_scores", "unfused_softmax", "unfused_values"];
@@ -2916,7 +2916,7 @@ fn latent_steps_have_a_kernel_on_other_gpus() {
         plan.launches.iter().for_each(|launch| check(&plan, launch));
         plan.launches.iter().map(|launch| launch.entry.name).collect::<Vec<_>>()
     };
-    let few = ["gqa_latent_mma_f16_r16", "gqa_latent_mma_merge_f16"];
+    let few = ["gqa_latent_mma_f16_r16", "gqa_latent_merge_f16"];
     let narrow = ["gqa_latent_mma_f16_r16_w4", few[1]];
     let many = ["gqa_latent_mma_f16_r32", few[1]];
     for name in ["h200", "a100", "b200"] {

@@ -118,15 +118,14 @@ pub(super) fn launches(
     Ok(launches)
 }
 
-/// The merge for the element type of such a kernel: its family's, or that of `latent`.
+/// The merge for the element type of such a kernel.
 fn merge_of(entry: &Entry) -> Result<&'static Entry> {
-    let of = |family| {
-        entries().find(|other| {
-            other.family == family && other.role == Role::Merge && other.dtype == entry.dtype
-        })
+    let is_it = |other: &&Entry| {
+        let (family, role) = (registry::Family::LatentMma, Role::Merge);
+        (other.family, other.role, other.dtype) == (family, role, entry.dtype)
     };
     let missing = || Error::NoKernel(format!("{} has no merge", entry.name));
-    of(entry.family).or_else(|| of(registry::Family::Latent)).ok_or_else(missing)
+    entries().find(is_it).ok_or_else(missing)
 }
 
 /// Nothing but q·k, lengths and a softcap decides scores.
