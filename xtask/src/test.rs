@@ -75,7 +75,8 @@ fn without_simulator() -> Result<()> {
     clippy(&["--package", "gqa-host", "--lib"])
 }
 
-/// Runs the tests. Tests that need a GPU are ignored unless requested.
+/// Runs the tests. Tests that need a GPU are ignored unless requested. They spend most of their time
+/// in the reference, so that some share the GPU; each is a process of its own.
 enum Where {
     Anywhere,
     Gpu,
@@ -86,7 +87,7 @@ fn tests(place: Where, full: bool) -> Result<()> {
     let mut command = over_workspace(if nextest { &["nextest", "run"] } else { &["test"] });
     command.args(match (nextest, place) {
         (true, Where::Anywhere) => &[][..],
-        (true, Where::Gpu) => &["--run-ignored=only", "--test-threads=1"],
+        (true, Where::Gpu) => &["--run-ignored=only", "--test-threads=4"],
         (false, Where::Anywhere) => &["--all-targets"],
         (false, Where::Gpu) => &["--tests", "--", "--ignored"],
     });
