@@ -1,6 +1,7 @@
 //! The kernels, on the simulated machine, against the f64 reference: random calls through the
 //! planner.
 
+use gqa_host::backend::Backend;
 use gqa_host::backend::sim::Sim;
 use gqa_host::plan::{DeviceInfo, PlanOptions};
 use gqa_host::{DType, Problem};
@@ -50,7 +51,7 @@ fn as_planned_for_ampere() {
     parity("sim, a100", 400, cases, &ampere(PlanOptions::default()));
 }
 
-/// Prefills use TMA tiles, for head sizes that have them.
+/// Prefills use tensor memory; where they are short, TMA tiles, for head sizes that have them.
 #[test]
 fn as_planned_for_blackwell() {
     let b200 = DeviceInfo::known("b200").expect("a known device");
@@ -149,11 +150,24 @@ const HOPPER: [Family; 7] = [
     Family::HopperWide,
 ];
 
-/// A call of every kernel, as concurrent launches.
+const BLACKWELL: [Family; 2] = [Family::Blackwell, Family::BlackwellPaged];
+
+/// Calls of every kernel, as concurrent launches.
 fn every_kernel(name: &str, is_wanted: impl Fn(Family) -> bool) {
+    every_kernel_on(&DeviceInfo::h200(), 1, name, is_wanted);
+}
+
+fn every_kernel_on(
+    device: &DeviceInfo,
+    calls: u32,
+    name: &str,
+    is_wanted: impl Fn(Family) -> bool,
+) {
     let is_wanted = |entry: &Entry| is_of_attention(entry) && is_wanted(entry.family);
-    let (name, h200) = (format!("sim, each kernel, {name}"), DeviceInfo::h200());
-    every_entry(&name, 1, &h200, is_wanted, is_short, |options| Box::new(sim(options)));
+    let name = format!("sim, each kernel, {name}");
+    let backend =
+        |options| -> Box<dyn Backend> { Box::new(sim(options).with_device(device.clone())) };
+    every_entry(&name, calls, device, is_wanted, is_short, backend);
 }
 
 /// A call that simulates in seconds; with `PARITY_FULL`, any. A long prefill on a kernel for few
@@ -177,6 +191,13 @@ fn every_kernel_of_paged_decode() {
 #[test]
 fn every_kernel_of_hopper() {
     every_kernel("hopper", |family| HOPPER.contains(&family));
+}
+
+/// Calls of ragged lengths, windows and masks, forced onto each kernel.
+#[test]
+fn every_kernel_of_blackwell() {
+    let b200 = DeviceInfo::known("b200").expect("a known device");
+    every_kernel_on(&b200, 20, "blackwell", |family| BLACKWELL.contains(&family));
 }
 
 #[test]

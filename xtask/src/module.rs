@@ -39,13 +39,22 @@ impl Module {
         let folder = place::target().join(format!("ptx/{}", parallel::worker()));
         let builder = Builder::new(toolchain, place::kernels(), folder);
         let module = format!("ptx_module=\"{}\"", self.target.module);
+        // rustc does not know families of GPUs.
+        let (arch, ptx) = (self.target.arch, self.target.ptx);
+        let (cpu, own_ptx) = match arch.strip_suffix('f') {
+            Some(oldest) => (format!("{oldest}a"), None),
+            None => (arch.to_owned(), ptx),
+        };
         let mut built = builder.build(&gqa_ptx::Target {
             name: &self.name(),
             features: if quick { &["quick"] } else { &[] },
             cfg: &[&module],
-            cpu: self.target.arch,
-            ptx: self.target.ptx,
+            cpu: &cpu,
+            ptx: own_ptx,
         })?;
+        if cpu != arch {
+            built.ptx = post::set_target(&built.ptx, arch, ptx.context("a family's PTX")?)?;
+        }
         let ptx = post::keep(&post::strip(&built.ptx), |name| self.runs(name));
         let (sm, _) = registry::number(self.target.arch);
         let ptx = post::lower_elements(&post::number_labels_alone(&ptx), sm);

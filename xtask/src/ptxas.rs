@@ -230,11 +230,12 @@ fn assemble(ptxas: &Ptxas, modules: &[Module]) -> Result<Vec<Assembled>> {
 }
 
 /// The module's own GPU and the newer ones that run it; a module for a target with an `a` runs on
-/// its own GPU only. A GPU takes kernels with clusters only from the newest module that it runs.
+/// its own GPU only, and one for a target with an `f` on GPUs of its family. A GPU takes kernels with clusters only from the newest module that it runs.
 fn targets(module: &Module) -> Vec<String> {
     let (own, only) = number(&module.arch);
     if only {
-        return vec![module.arch.clone()];
+        let runs = |arch: &&str| registry::runs_on(&module.arch, number(arch).0);
+        return TARGETS.into_iter().filter(runs).map(str::to_owned).collect();
     }
     let mut entries = module.kernels.iter().filter_map(|kernel| registry::find(&kernel.name));
     let entry = entries.next();
@@ -340,6 +341,7 @@ mod tests {
         assert_eq!(targets(&module("sm_80")), [&["sm_80"][..], &newer].concat());
         assert_eq!(targets(&module("sm_90")), [&["sm_90"][..], &newer[2..]].concat());
         assert_eq!(targets(&module("sm_90a")), ["sm_90a"]);
+        assert_eq!(targets(&module("sm_100f")), ["sm_100a", "sm_103a"]);
         let of = |name: &str, arch| {
             let kernel = Kernel { name: name.into(), ..Kernel::default() };
             targets(&Module { kernels: vec![kernel], ..module(arch) })

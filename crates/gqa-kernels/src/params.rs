@@ -184,6 +184,44 @@ layer!(
     softcap; q in Strides; out in Strides
 );
 
+/// Scalars of `blackwell`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+pub struct PrefillParams {
+    /// Attention; head_size is that of query and key.
+    pub attention: AttentionParams,
+    /// Elements of one head of value and output.
+    pub v_head_size: u32,
+    /// Keeps the size a multiple of 8 without hidden padding.
+    pub reserved: u32,
+}
+
+layer!(PrefillParams fixes v_head_size, reserved; attention in AttentionParams);
+
+/// Scalars of `blackwell` where the cache consists of blocks, each a power of two of rows.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+pub struct PagedPrefillParams {
+    /// The call: `q_len` is the most tokens of a sequence, `capacity` the rows of its blocks; batch
+    /// strides are 0.
+    pub prefill: PrefillParams,
+    /// Tokens of all sequences.
+    pub tokens: u32,
+    /// Blocks of a sequence: columns of block_table.
+    pub per_sequence: u32,
+    /// Logarithm of a block's rows, 16 or more, or
+    /// [`CONSECUTIVE`](crate::concept::pages::CONSECUTIVE).
+    pub log_block_size: u32,
+    /// Blocks of the cache; its rows where those of a sequence are consecutive.
+    pub blocks: u32,
+    /// Sequences with fewer tokens are another launch's.
+    pub least: u32,
+    /// 1: lengths count the new tokens. 0: the rows before them.
+    pub counts_new: u32,
+}
+
+layer!(PagedPrefillParams fixes log_block_size, counts_new; prefill in PrefillParams);
+
 /// Scalars of `hopper` where it rotates queries.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]

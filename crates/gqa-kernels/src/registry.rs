@@ -219,6 +219,7 @@ pub use entry::{Entry, Output, Role, entries, find};
 pub use family::{Target, number, runs_on};
 
 // A file for each kind of kernel, which the compiler takes apart from the others.
+mod blackwell;
 mod decode;
 mod decode_paged;
 mod decode_quantized;
@@ -272,8 +273,15 @@ families! {
         /// The same with operands of e4m3.
         HopperFloat8: "hopper_float8", "hopper-float8", ["sm_90a"];
     }
+    blackwell {
+        // All GPUs of compute capabilities 10.x have tensor memory.
+        /// Flash attention with tensor memory, for prefill.
+        Blackwell: "blackwell", "blackwell", ["sm_100f" ptx 88];
+        /// The same over a paged KV cache.
+        BlackwellPaged: "blackwell_paged", "blackwell-paged", ["sm_100f" ptx 88];
+    }
     latent {
-        /// The same for heads of 512, over contiguous and paged KV caches.
+        /// `Hopper` for heads of 512, over contiguous and paged KV caches.
         HopperWide: "hopper_wide", "hopper-wide", ["sm_90a"];
         /// Decode over a latent KV cache.
         Latent: "latent", "latent", ["sm_90a"];

@@ -114,6 +114,12 @@ pub enum Error {
         /// The signature.
         has: String,
     },
+    /// A text without a directive that every PTX module has.
+    #[error("the PTX has no line that starts with `{start}`")]
+    NoDirective {
+        /// The directive.
+        start: String,
+    },
     /// ptxas wrote something else than expected.
     #[error("ptxas reported nothing on entry `{entry}` for {arch}; it wrote:\n{output}")]
     NoReport {

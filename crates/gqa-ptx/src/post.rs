@@ -62,6 +62,23 @@ pub fn lower_elements(ptx: &str, sm: u32) -> String {
     twin::lower(ptx, sm)
 }
 
+/// The PTX for another target, in a version of PTX (times ten) that knows it: `sm_100f` for what was
+/// compiled for `sm_100a`, and so runs on GPUs of the family if they have what it uses, which the
+/// assembler checks.
+///
+/// # Errors
+///
+/// Where the text names no target and version.
+pub fn set_target(ptx: &str, arch: &str, version: u32) -> Result<String> {
+    let line = |start: &str| {
+        let missing = || Error::NoDirective { start: start.into() };
+        ptx.lines().find(|line| line.starts_with(start)).ok_or_else(missing)
+    };
+    let (old_version, old_target) = (line(".version ")?, line(".target ")?);
+    let version = format!(".version {}.{}", version / 10, version % 10);
+    Ok(ptx.replacen(old_version, &version, 1).replacen(old_target, &format!(".target {arch}"), 1))
+}
+
 /// The PTX with those directives on an entry.
 ///
 /// # Errors
@@ -118,6 +135,14 @@ pub fn version(ptx: &str) -> Option<&str> {
 mod tests {
     use super::*;
     use crate::text::SAMPLE;
+
+    #[test]
+    fn a_target_takes_the_place_of_another() {
+        let family = set_target(SAMPLE, "sm_100f", 88).unwrap();
+        assert!(family.contains(".version 8.8\n.target sm_100f\n"), "{family}");
+        assert_eq!(entry_names(&family), entry_names(SAMPLE));
+        assert!(set_target("", "sm_100f", 88).is_err());
+    }
 
     #[test]
     fn bounds_follow_the_signature_of_their_entry_only() {

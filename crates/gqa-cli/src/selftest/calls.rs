@@ -119,6 +119,11 @@ mod tests {
                 "Decode DecodePaged DecodePagedQuantized DecodeQuantized Prologue Tiled TiledF32 \
                  TiledPaged TiledWide",
             ),
+            (
+                "b200",
+                "Blackwell BlackwellPaged Decode DecodePaged DecodePagedQuantized DecodeQuantized \
+                 Prologue TiledF32 TiledTma TiledWide",
+            ),
             ("t4", "General Prologue SplitKv Tiled"),
         ] {
             let found = families(device);

@@ -9,6 +9,7 @@ pub mod latent;
 pub mod latent_mma;
 pub mod merge_peers;
 mod out;
+mod rows_of_none;
 pub mod split_kv;
 pub mod tiled;
 pub mod tiled_f32;

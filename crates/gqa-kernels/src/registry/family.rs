@@ -3,7 +3,8 @@
 /// What some of a family's kernels are compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Target {
-    /// Such as `sm_80`; with an `a` it runs on that architecture only.
+    /// Such as `sm_80`; with an `a` it runs on that architecture only, with an `f` on those of the
+    /// same major number that are not older.
     pub arch: &'static str,
     /// PTX module that has these kernels, without the GPU: they are compiled where
     /// `cfg(ptx_module)` is it.
@@ -22,16 +23,17 @@ impl Target {
 /// Whether GPUs of that compute capability, times ten, run PTX for a target such as `sm_80`.
 pub fn runs_on(arch: &str, sm: u32) -> bool {
     match number(arch) {
+        (number, true) if arch.ends_with('f') => number <= sm && number / 10 == sm / 10,
         (number, true) => number == sm,
         (number, false) => number <= sm,
     }
 }
 
-/// A target's compute capability, times ten, and whether it is for that one only. Where two targets
-/// run on a GPU, the greater one knows more of it.
+/// A target's compute capability, times ten, and whether it is for that one or its family only.
+/// Where two targets run on a GPU, the greater one knows more of it.
 pub fn number(arch: &str) -> (u32, bool) {
     let digits = arch.trim_start_matches("sm_");
-    let plain = digits.trim_end_matches('a');
+    let plain = digits.trim_end_matches(['a', 'f']);
     (plain.parse().unwrap_or(u32::MAX), plain != digits)
 }
 

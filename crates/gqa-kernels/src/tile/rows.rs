@@ -252,7 +252,7 @@ fn section(p: &AttentionParams, heads: u32) -> u32 {
 
 /// The row tile and the head index of CTA `block`, for `heads` heads of `tiles` row tiles each.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
-fn in_order(block: u32, section: u32, heads: u32, tiles: u32) -> (u32, u32) {
+pub fn in_order(block: u32, section: u32, heads: u32, tiles: u32) -> (u32, u32) {
     let nth = quotient(block, section * tiles);
     let within = block - nth * section * tiles;
     let here = section.min(heads - nth * section);

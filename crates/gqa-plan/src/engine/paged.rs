@@ -76,8 +76,8 @@ impl Paged {
     /// [appended](Self::appended): a sequence may have more keys than tokens, or fewer. The last
     /// token has the position of the last key.
     ///
-    /// `hopper_paged` reads them in place, causal or not, and sets rows of `output` that belong to
-    /// no sequence to 0, and their log-sum-exps to -inf. Other kernels read a copy, which needs
+    /// `hopper_paged` and `blackwell_paged` read them in place, causal or not, and set rows of
+    /// `output` that belong to no sequence to 0, and their log-sum-exps to -inf. Other kernels read a copy, which needs
     /// values that lie as keys do, and leave such rows as they are.
     pub const fn in_rows(sequences: usize, tokens: usize, key_rows: usize) -> Self {
         // A sequence with few keys may have many tokens.

@@ -171,6 +171,11 @@ pub enum Rejection {
         /// The GPU's compute capability, times ten.
         sm: u32,
     },
+    /// The kernel is not compiled for the GPU.
+    Target {
+        /// The GPU's compute capability, times ten.
+        sm: u32,
+    },
     /// The kernel's approximate tanh is too coarse for scores at this softcap.
     Softcap {
         /// The call's.
@@ -257,6 +262,9 @@ impl fmt::Display for Rejection {
             }
             Self::Capability { need, sm } => {
                 write!(f, "needs {need}, which compute capability {} lacks", capability(*sm))
+            }
+            Self::Target { sm } => {
+                write!(f, "is not compiled for compute capability {}", capability(*sm))
             }
             Self::Softcap { got, max } => write!(f, "softcap {got} is more than {max}"),
             Self::Scale { got } => write!(f, "scale {got} is not positive"),

@@ -11,9 +11,9 @@ use gqa_kernels::attention::{hopper, latent};
 use gqa_kernels::params::{
     AttentionParams, DecodeParams, DecodeScheduleParams, Float8OperandsParams, Float8Params,
     HopperParams, LatentParams, MaskedParams, PageSteps, PagedDecodeParams, PagedGapsParams,
-    PagedHopperParams, PagedParams, PagedTiledParams, PrologueParams, QuantizeOutputParams,
-    QuantizedHopperParams, QuantizedPagedHopperParams, RollingBiasParams, RollingParams, Strides,
-    TreeMaskParams, overlap,
+    PagedHopperParams, PagedParams, PagedPrefillParams, PagedTiledParams, PrefillParams,
+    PrologueParams, QuantizeOutputParams, QuantizedHopperParams, QuantizedPagedHopperParams,
+    RollingBiasParams, RollingParams, Strides, TreeMaskParams, overlap,
 };
 use gqa_kernels::prologue::dequantize;
 use gqa_kernels::registry::{Entry, Role};
@@ -230,7 +230,9 @@ fn flash_attention_wherever_it_can() {
             Family::TiledTma,
         ),
         ("negative scale", with(llama(512, 0), |p| p.scale = -0.1), "h200", Family::TiledTma),
-        ("a prompt on Blackwell", llama(512, 0), "b200", Family::TiledTma),
+        ("a prompt on Blackwell", llama(512, 0), "b200", Family::Blackwell),
+        ("negative scale", with(llama(512, 0), |p| p.scale = -0.1), "b200", Family::TiledTma),
+        ("bias", with(llama(512, 0), with_bias), "b200", Family::TiledMasked),
         ("not causal", with(llama(512, 0), |p| p.causal = false), "h200", Family::Hopper),
     ] {
         assert_eq!(attention(&problem, device, &off), want, "{what} on {device}");
@@ -281,8 +283,44 @@ fn heads_of_128_take_long_tiles_where_two_blocks_fit() {
 }
 
 #[test]
-fn prompts_without_wgmma_have_keys_by_tma() {
+fn prompts_of_data_center_blackwell_have_tensor_memory() {
     let off = PlanOptions::default();
+    let prompt = |size| with(llama(2048, 0), |p| (p.head_size, p.v_head_size) = (size, size));
+    for (size, want) in [
+        (64, Some("blackwell_f16_d64")),
+        (72, Some("blackwell_f16_d128")),
+        (128, Some("blackwell_f16_d128")),
+        (136, None),
+    ] {
+        for name in ["b200", "b300"] {
+            let launches = plan(&prompt(size), &device(name), &off).unwrap().launches;
+            let kernel = launches.last().map(kernel).filter(|name| name.starts_with("blackwell"));
+            assert_eq!(kernel, want, "{size} on {name}");
+        }
+    }
+    let layer = Layer::new(DType::F16, Heads { query: 16, kv: 16, size: 192 });
+    let packed = layer.paged(Paged::in_rows(2, 4000, 4000).value_size(128)).unwrap();
+    for (problem, name, want) in [
+        (equal(over_blocks(4, 512, 1000)), "b200", Family::BlackwellPaged),
+        (equal(over_blocks(4, 100, 1000)), "b200", Family::TiledPaged),
+        (equal(over_blocks(4, 512, 1000)), "thor", Family::TiledPaged),
+        (packed, "b300", Family::BlackwellPaged),
+    ] {
+        assert_eq!(attention(&problem, name, &off), want, "{problem:?} on {name}");
+    }
+    let why = |name, family| rejection(&prompt(128), name, &off, family);
+    assert_eq!(why("thor", Family::Blackwell), "is not compiled for compute capability 11.0");
+    assert_eq!(why("a100", Family::Blackwell), "needs compute capability 10.0, the device has 8.0");
+    assert_eq!(
+        rejection(&llama(127, 0), "b200", &off, Family::Blackwell),
+        "127 query rows are under 128"
+    );
+}
+
+#[test]
+fn prompts_without_wgmma_have_keys_by_tma() {
+    // As where kernels with tensor memory are not trusted.
+    let off = PlanOptions { distrusted: [Family::Blackwell].into(), ..PlanOptions::default() };
     let prompt = |size| with(llama(2048, 0), |p| (p.head_size, p.v_head_size) = (size, size));
     let attention_kernel = |problem: &Problem, name: &str| {
         let launches = plan(problem, &device(name), &off).unwrap().launches;
@@ -1084,6 +1122,7 @@ fn what_is_switched_off_leaves_the_unfused_kernels() {
          hopper switched off by GQA_DISABLE_FLASH_ATTENTION; \
          hopper_masked switched off by GQA_DISABLE_FLASH_ATTENTION; \
          hopper_wide switched off by GQA_DISABLE_FLASH_ATTENTION; \
+         blackwell switched off by GQA_DISABLE_FLASH_ATTENTION; \
          tiled_tma switched off by GQA_DISABLE_FLASH_ATTENTION; \
          tiled switched off by GQA_DISABLE_FLASH_ATTENTION; \
          tiled_masked switched off by GQA_DISABLE_FLASH_ATTENTION; \
@@ -1919,7 +1958,21 @@ fn blocks_are_read_where_they_are_without_wgmma() {
     };
     let prompt = ["paged_append", "tiled_paged_f16_d128"];
     let wide = |p: Problem, size| with(p, |p| (p.head_size, p.v_head_size) = (size, size));
-    for name in ["a100", "rtx3090", "rtx4090", "b200", "rtx5090"] {
+    let by_tensor_memory = ["paged_append", "blackwell_paged_f16_d128"];
+    for name in ["b200", "b300"] {
+        let mixed = over_blocks(8, 512, 512);
+        let codes = quantized(mixed.clone(), CODES[0]);
+        let lse = with(mixed.clone(), |p| p.lse = true);
+        assert_eq!(on(name, &mixed, &off), by_tensor_memory, "{name}");
+        assert_eq!(on(name, &lse, &off), by_tensor_memory, "{name}");
+        assert_eq!(on(name, &mixed.appended(), &off), by_tensor_memory, "{name}: queries rotate");
+        let not_rotated = with(mixed.appended(), |p| p.rotary = None);
+        assert_eq!(on(name, &not_rotated, &off), by_tensor_memory[1..], "{name}");
+        let [append, dequantize] = ["paged_append_quantized", "paged_dequantize"];
+        let launches = [append, dequantize, by_tensor_memory[1], "paged_gaps"];
+        assert_eq!(on(name, &codes, &off), launches, "{name}");
+    }
+    for name in ["a100", "rtx3090", "rtx4090", "rtx5090"] {
         assert_eq!(on(name, &over_blocks(8, 512, 512), &off), prompt, "{name}");
         let lse = with(over_blocks(8, 512, 512), |p| p.lse = true);
         assert_eq!(on(name, &lse, &off), prompt, "{name}");
@@ -2306,6 +2359,11 @@ fn check(plan: &Plan, launch: &Launch) {
             }
             Family::Decode | Family::DecodeQuantized => decode_reach(name, launch, element),
             Family::HopperPaged => hopper_paged_reach(name, launch, element),
+            Family::BlackwellPaged => blackwell_paged_reach(name, launch, element),
+            Family::Blackwell => {
+                let p: &PrefillParams = bytemuck::from_bytes(&launch.params);
+                prefill_reach(name, p, element)
+            }
             Family::TiledPaged => tiled_paged_reach(name, launch, element),
             Family::HopperWide | Family::Latent | Family::LatentMma => {
                 latent_reach(name, launch, element)
@@ -2652,6 +2710,27 @@ fn hopper_paged_reach(name: &str, launch: &Launch, element: usize) -> usize {
         "past_seqlens" => a.batch as usize * 4,
         "block_table" => (a.batch * p.per_sequence) as usize * 4,
         _ => rotating_reach(name, &p.hopper, element),
+    }
+}
+
+fn blackwell_paged_reach(name: &str, launch: &Launch, element: usize) -> usize {
+    let p: &PagedPrefillParams = bytemuck::from_bytes(&launch.params);
+    let a = &p.prefill.attention;
+    match name {
+        "out" => reach(a.out, [1, a.q_heads, p.tokens], p.prefill.v_head_size) * element,
+        "lse" => (a.q_heads * p.tokens) as usize * 4,
+        "starts" => (a.batch + 1) as usize * 4,
+        "past_seqlens" => a.batch as usize * 4,
+        "block_table" => (a.batch * p.per_sequence) as usize * 4,
+        _ => prefill_reach(name, &p.prefill, element),
+    }
+}
+
+fn prefill_reach(name: &str, p: &PrefillParams, element: usize) -> usize {
+    let a = &p.attention;
+    match name {
+        "out" => reach(a.out, [a.batch, a.q_heads, a.q_len], p.v_head_size) * element,
+        _ => attention_reach(name, a, element),
     }
 }
 

@@ -2,10 +2,7 @@
 //! where a row maximum has risen, and stores it in the end.
 
 use super::Pointers;
-use super::layout::{
-    ADDED, CHUNK, CORRECTED, FULL, HEAD, KEYS, TILE, TOLD, WARPGROUP, factor, of_tile, output,
-    stage,
-};
+use super::layout::{CHUNK, KEYS, ROWS, THREADS, TILE, Tile, of_tile};
 use super::work::Work;
 use crate::num::{MmaElement, quotient};
 use crate::params::AttentionParams;
@@ -17,19 +14,19 @@ const PART: u32 = 32;
 /// Clears rows of V, in the stage of the first key tile, past the end of the sequence: they may
 /// hold anything, NaN included, and 0 · NaN is NaN.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
-fn clear_values(base: u32, work: &Work) {
-    const VALUES: u32 = 1;
+fn clear_values<S: Tile>(base: u32, work: &Work) {
+    const STAGE: u32 = 1;
     let key = (work.keys.end - 1) * KEYS;
     let valid = work.seqlen.total - key;
     if valid >= KEYS {
         return;
     }
-    mbarrier_wait(base + FULL + 8 * VALUES, 0);
+    mbarrier_wait(base + S::FULL + 8 * STAGE, 0);
     let row = thread_idx() % TILE;
     if row >= valid {
-        for unit in 0..HEAD / 8 {
+        for unit in 0..S::VALUES / 8 {
             let at = unit / 8 * CHUNK + row * 128 + unit % 8 * 16;
-            st_shared_vec(stage(base, VALUES) + at, [0; 4]);
+            st_shared_vec(S::stage(base, STAGE) + at, [0; 4]);
         }
         fence_proxy_async();
     }
@@ -37,9 +34,9 @@ fn clear_values(base: u32, work: &Work) {
 
 /// Multiplies the row by the factor.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
-fn rescale(row: u32, factor: f32) {
+fn rescale<S: Tile>(row: u32, factor: f32) {
     let mut part = 0;
-    while part < HEAD / PART {
+    while part < S::VALUES / PART {
         let o = tcgen05_ld_32x32b::<{ PART as usize }>(row + PART * part);
         tcgen05_wait_ld();
         let mut o = o.registers();
@@ -56,9 +53,15 @@ fn rescale(row: u32, factor: f32) {
 
 /// Stores the row times the factor.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
-fn store<T: MmaElement>(row: u32, factor: f32, out: Global<T>, at: Option<usize>, columns: u32) {
+fn store<S: Tile, T: MmaElement>(
+    row: u32,
+    factor: f32,
+    out: Global<T>,
+    at: Option<usize>,
+    columns: u32,
+) {
     let mut part = 0;
-    while part < HEAD / PART {
+    while part < S::VALUES / PART {
         let o = tcgen05_ld_32x32b::<{ PART as usize }>(row + PART * part);
         tcgen05_wait_ld();
         let o = o.registers();
@@ -81,7 +84,7 @@ fn store<T: MmaElement>(row: u32, factor: f32, out: Global<T>, at: Option<usize>
 }
 
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
-pub(super) fn run<T: MmaElement>(
+pub(super) fn run<S: Tile, T: MmaElement>(
     base: u32,
     memory: u32,
     work: &Work,
@@ -89,56 +92,53 @@ pub(super) fn run<T: MmaElement>(
     p: &AttentionParams,
 ) {
     let row = thread_idx() % TILE;
-    let at = |tile: u32| output(memory, tile) + ((warp() % 4) << 21);
-    clear_values(base, work);
+    let at = |tile: u32| S::output(memory, tile) + ((warp() % 4) << 21);
+    clear_values::<S>(base, work);
     for tile in 0..2 {
-        mbarrier_arrive(of_tile(base, CORRECTED, tile));
+        mbarrier_arrive(of_tile(base, S::CORRECTED, tile));
     }
     let count = work.keys.end - work.keys.start;
     for i in Rolled(1..count, 1) {
         let before = (i - 1) % 2;
         for tile in Rolled(0..2, 1) {
-            mbarrier_wait(of_tile(base, TOLD, tile), before);
-            let factor = ld_shared::<f32>(factor(base, tile, row));
+            mbarrier_wait(of_tile(base, S::TOLD, tile), before);
+            let factor = ld_shared::<f32>(S::factor(base, tile, row));
             // A vote, so that the condition is warp-uniform.
             if any_sync(factor != 1.0) {
-                mbarrier_wait(of_tile(base, ADDED, tile), before);
+                mbarrier_wait(of_tile(base, S::ADDED, tile), before);
                 tcgen05_fence_after();
-                rescale(at(tile), factor);
+                rescale::<S>(at(tile), factor);
                 tcgen05_fence_before();
             }
-            mbarrier_arrive(of_tile(base, CORRECTED, tile));
+            mbarrier_arrive(of_tile(base, S::CORRECTED, tile));
         }
     }
+    let work = &Work::load(base + S::WORK);
     let last = (count - 1) % 2;
     for tile in Rolled(0..2, 1) {
-        mbarrier_wait(of_tile(base, TOLD, tile), last);
-        let factor = ld_shared::<f32>(factor(base, tile, row));
-        mbarrier_wait(of_tile(base, ADDED, tile), last);
+        mbarrier_wait(of_tile(base, S::TOLD, tile), last);
+        let factor = ld_shared::<f32>(S::factor(base, tile, row));
+        mbarrier_wait(of_tile(base, S::ADDED, tile), last);
         tcgen05_fence_after();
-        let s = work.row + tile * TILE + row;
-        let to_row = (s < p.q_len).then(|| p.out.at(work.batch, work.head, s));
-        store(at(tile), factor, to.out, to_row, p.head_size);
+        let to_row = work.output(tile * TILE + row, p);
+        store::<S, T>(at(tile), factor, to.out, to_row, to.columns);
     }
 }
 
 /// Clears the rows of a work tile that sees no key. By all threads.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) fn clear<T: MmaElement>(work: &Work, to: Pointers<T>, p: &AttentionParams) {
-    let vectors = p.head_size / 8;
-    let mut i = thread_idx();
-    while i < 2 * TILE * vectors {
+    let vectors = to.columns / 8;
+    for i in Rolled(thread_idx()..ROWS * vectors, THREADS) {
         let row = quotient(i, vectors);
-        let s = work.row + row;
-        if s < p.q_len {
-            let column = (i - row * vectors) * 8;
-            to.out.store_vec(p.out.at(work.batch, work.head, s) + column as usize, [0; 4]);
+        let column = (i - row * vectors) * 8;
+        if let Some(at) = work.output(row, p) {
+            to.out.store_vec(at + column as usize, [0; 4]);
         }
-        i += 4 * WARPGROUP;
     }
     if !to.lse.is_null()
-        && thread_idx() < 2 * TILE
-        && let Some(index) = work.row_index(thread_idx(), p)
+        && thread_idx() < ROWS
+        && let Some(index) = work.lse(thread_idx(), p)
     {
         to.lse.store(index, f32::NEG_INFINITY);
     }

@@ -1,41 +1,58 @@
-//! One thread loads Q, K and V.
+//! One warp loads Q, K and V.
 
-use super::layout::{
-    CHUNK, EMPTY, FULL, HEAD, KEYS, Q_FULL, STAGES, TILE, TILE_BYTES, of_tile, queries, stage,
-};
+use super::cache::Cache;
+use super::layout::{CHUNK, KEYS, TILE, Tile, of_tile};
 use super::work::Work;
 use crate::params::AttentionParams;
 use crate::simt::*;
 use crate::tile::ring::Ring;
 
-/// Starts copying 128 rows from `place` on, a box for each chunk of columns.
+/// Starts copying a tile of queries, a box for each chunk of columns. By one thread.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
-fn load(destination: u32, map: TensorMap, [row, head, batch]: [u32; 3], full: u32) {
-    mbarrier_arrive_expect(full, TILE_BYTES);
-    for chunk in 0..HEAD / 64 {
-        tma_load(destination + chunk * CHUNK, map, [chunk * 64, row, head, batch], full);
+fn load_queries<S: Tile>(base: u32, q: TensorMap, tile: u32, work: &Work) {
+    let full = of_tile(base, S::Q_FULL, tile);
+    mbarrier_arrive_expect(full, S::KEY_BYTES);
+    let row = work.query_row(tile * TILE);
+    for chunk in 0..S::HEAD / 64 {
+        let to = S::queries(base, tile) + chunk * CHUNK;
+        tma_load(to, q, [chunk * 64, row, work.head, work.entry], full);
     }
 }
 
 /// Loads everything, K and V once their stages are free.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
-pub(super) fn run(base: u32, [q, k, v]: [TensorMap; 3], work: &Work, p: &AttentionParams) {
-    let Work { batch, head, row, .. } = *work;
-    let kv_head = work.kv_head(p);
+pub(super) fn run<S: Tile, C: Cache>(
+    base: u32,
+    [q, k, v]: [TensorMap; 3],
+    cache: C,
+    work: &Work,
+    p: &AttentionParams,
+) {
+    let leads = lane() == 0;
     let mut ring = Ring::START;
-    let mut next = |map, tile: u32| {
-        mbarrier_wait(base + EMPTY + ring.barrier(), ring.parity ^ 1);
-        let full = base + FULL + ring.barrier();
-        load(stage(base, ring.stage), map, [tile * KEYS, kv_head, batch], full);
-        ring = ring.next(STAGES);
-    };
-    load(queries(base, 0), q, [row, head, batch], of_tile(base, Q_FULL, 0));
-    for i in Rolled(0..work.keys.end - work.keys.start, 1) {
-        let tile = work.keys.end - 1 - i;
-        next(k, tile);
-        if i == 0 {
-            load(queries(base, 1), q, [row + TILE, head, batch], of_tile(base, Q_FULL, 1));
+    let mut next = |map, chunks: u32, spot| {
+        mbarrier_wait(base + S::EMPTY + ring.barrier(), ring.parity ^ 1);
+        let full = base + S::FULL + ring.barrier();
+        if leads {
+            mbarrier_arrive_expect(full, chunks * CHUNK);
         }
-        next(v, tile);
+        // The bytes are expected before any arrive.
+        sync_warp();
+        let to = S::stage(base, ring.stage);
+        for chunk in 0..chunks {
+            cache.load(to + chunk * CHUNK, map, chunk * 64, spot, full);
+        }
+        ring = ring.next(S::STAGES);
+    };
+    if leads {
+        load_queries::<S>(base, q, 0, work);
+    }
+    for i in Rolled(0..work.keys.end - work.keys.start, 1) {
+        let spot = cache.find((work.keys.end - 1 - i) * KEYS, work, p);
+        next(k, S::HEAD / 64, spot);
+        if i == 0 && leads {
+            load_queries::<S>(base, q, 1, work);
+        }
+        next(v, S::VALUES / 64, spot);
     }
 }

@@ -1,7 +1,8 @@
 //! A softmax warpgroup: each thread has one row of the tile, and makes weights of its scores.
 
 use super::Pointers;
-use super::layout::{CORRECTED, KEYS, SCORED, TILE, TOLD, WEIGHED, factor, of_tile, scores};
+use super::cache::Cache;
+use super::layout::{KEYS, TILE, Tile, of_tile, scores};
 use super::work::Work;
 use crate::concept::mask::Visible;
 use crate::concept::softmax::{LOG2_E, SoftmaxState};
@@ -123,10 +124,11 @@ fn finish<T: MmaElement>(
 }
 
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
-pub(super) fn run<T: MmaElement>(
+pub(super) fn run<S: Tile, C: Cache, T: MmaElement>(
     base: u32,
     memory: u32,
     tile: u32,
+    cache: C,
     work: &Work,
     to: Pointers<T>,
     p: &AttentionParams,
@@ -135,11 +137,12 @@ pub(super) fn run<T: MmaElement>(
     let at = scores(memory, tile) + ((warp() % 4) << 21);
     let seen = work.visible(tile * TILE + row, p);
     let scale = if p.softcap > 0.0 { LOG2_E } else { p.scale * LOG2_E };
+    let has_gaps = cache.has_gaps(work, p);
     let mut state = SoftmaxState::EMPTY;
     let count = work.keys.end - work.keys.start;
     for i in Rolled(0..count, 1) {
         let parity = i % 2;
-        mbarrier_wait(of_tile(base, SCORED, tile), parity);
+        mbarrier_wait(of_tile(base, S::SCORED, tile), parity);
         tcgen05_fence_after();
         let mut s = load(at);
         if p.softcap > 0.0 {
@@ -150,24 +153,28 @@ pub(super) fn run<T: MmaElement>(
         if any_sync(key < seen.first || key + KEYS > seen.end) {
             hide(&mut s, seen, key);
         }
+        if has_gaps {
+            cache.hide_gaps(&mut s, key, work);
+        }
         let old = raise(&mut state, greatest(&s) * scale);
         if i > 0 {
             // Correction has read the factor before.
-            mbarrier_wait(of_tile(base, CORRECTED, tile), parity ^ 1);
-            st_shared(factor(base, tile, row), old);
-            mbarrier_arrive(of_tile(base, TOLD, tile));
+            mbarrier_wait(of_tile(base, S::CORRECTED, tile), parity ^ 1);
+            st_shared(S::factor(base, tile, row), old);
+            mbarrier_arrive(of_tile(base, S::TOLD, tile));
         }
         state.sum += weigh::<T>(&s, &state, scale, at);
         tcgen05_wait_st();
         tcgen05_fence_before();
-        mbarrier_arrive(of_tile(base, WEIGHED, tile));
+        mbarrier_arrive(of_tile(base, S::WEIGHED, tile));
     }
+    let work = &Work::load(base + S::WORK);
     let [lse, normaliser] = finish(state, work.head, to, p);
-    mbarrier_wait(of_tile(base, CORRECTED, tile), (count - 1) % 2);
-    st_shared(factor(base, tile, row), normaliser);
-    mbarrier_arrive(of_tile(base, TOLD, tile));
+    mbarrier_wait(of_tile(base, S::CORRECTED, tile), (count - 1) % 2);
+    st_shared(S::factor(base, tile, row), normaliser);
+    mbarrier_arrive(of_tile(base, S::TOLD, tile));
     if !to.lse.is_null()
-        && let Some(index) = work.row_index(tile * TILE + row, p)
+        && let Some(index) = work.lse(tile * TILE + row, p)
     {
         to.lse.store(index, lse);
     }

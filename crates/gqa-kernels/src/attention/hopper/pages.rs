@@ -32,15 +32,15 @@ use super::parts::Parts;
 use super::row_tiles::RowTiles;
 use super::shape::{Arrival, CHUNK, Tile};
 use super::work::{KeyTiles, Place, Slot, TileScheduler, Work, first_key};
+use crate::attention::rows_of_none;
 use crate::concept::mask::Visible;
-use crate::concept::pages::{CONSECUTIVE, Sequence};
+use crate::concept::pages::CONSECUTIVE;
 use crate::concept::seqlen::Seqlen;
 use crate::num::{MmaElement, quotient};
 use crate::params::{AttentionParams, PagedHopperParams};
 use crate::simt::*;
 use crate::tile::pages::Sequences;
 use crate::tile::ring::Ring;
-use crate::tile::warp::LANES;
 
 /// The sequences and their blocks.
 #[derive(Clone, Copy)]
@@ -486,7 +486,7 @@ pub(super) fn look_for_gaps<S: Tile>(
 }
 
 /// Run by one warp of each CTA, where rows are consecutive: clears its share of the output rows
-/// that belong to no sequence, or to tokens that are cut off. Their log-sum-exps become -inf.
+/// that belong to no sequence.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) fn clear_rows_of_none<T: MmaElement, S: Tile>(
     pages: Pages,
@@ -499,46 +499,7 @@ pub(super) fn clear_rows_of_none<T: MmaElement, S: Tile>(
         return;
     }
     let p = &AttentionParams { batch: opaque(p.batch), q_heads: opaque(p.q_heads), ..*p };
-    let Sequences { starts, tokens, .. } = pages.sequences;
-    let start = |b: u32| starts.load(b as usize);
-    for first in Rolled(0..p.batch + 1, LANES) {
-        // This lane's rows: those between two sequences, or at either end.
-        let b = first + lane();
-        let (mut begin, mut end) = (0, 0);
-        if b <= p.batch {
-            end = tokens;
-            if b > 0 {
-                let most = p.q_len.min(p.capacity);
-                let [from, new, _] = Sequence::tokens([start(b - 1), start(b)], tokens, most);
-                begin = from + new;
-            }
-            if b < p.batch {
-                end = (start(b).max(0) as u32).min(tokens);
-            }
-        }
-        if !any_sync(begin < end) {
-            continue;
-        }
-        for lane in Rolled(0..LANES, 1) {
-            let (begin, end) = (shfl_idx_u32(begin, lane), shfl_idx_u32(end, lane));
-            for row in Rolled(begin + block_idx_x()..end, grid_dim_x()) {
-                clear_row(row, tokens, to, p);
-            }
-        }
-    }
-}
-
-#[cfg_attr(target_arch = "nvptx64", inline(always))]
-fn clear_row<T: MmaElement>(row: u32, tokens: u32, to: Destination<T>, p: &AttentionParams) {
-    for head in Rolled(0..p.q_heads, 1) {
-        let at = p.out.at(0, head, row);
-        for vector in Rolled(lane()..to.columns / T::PER_VEC, LANES) {
-            to.out.store_vec(at + (vector * T::PER_VEC) as usize, [0; 4]);
-        }
-        if !to.lse.is_null() && lane() == 0 {
-            to.lse.store(head as usize * tokens as usize + row as usize, f32::NEG_INFINITY);
-        }
-    }
+    rows_of_none::clear(pages.sequences, to.out, to.columns, to.lse, p);
 }
 
 /// Number of this lane's box in a tile: even boxes belong to warp 0, odd ones to warp 2.

@@ -153,10 +153,15 @@ pub(super) fn suits(call: &Call<'_>, entry: &Entry) -> Result<(), Rejection> {
 /// Whether it is a device and a call of the family's.
 pub(super) fn can_do(p: &Problem, device: &DeviceInfo) -> Result<(), Rejection> {
     select::capabilities(&NEEDS, device)?;
+    scores(p)
+}
+
+/// Whether the kernels compute scores at this scale and softcap.
+pub(super) fn scores(p: &Problem) -> Result<(), Rejection> {
     if p.scale <= 0.0 {
         return Err(Rejection::Scale { got: p.scale });
     }
-    // It takes tanh(x) as 1 - 2 / (1 + e^2x), which is off by 2.4e-7 near 0, and scores by as much
+    // They take tanh(x) as 1 - 2 / (1 + e^2x), which is off by 2.4e-7 near 0, and scores by as much
     // of the softcap.
     const MAX_SOFTCAP: f32 = 1000.0;
     if p.softcap_in_f32() > MAX_SOFTCAP {

@@ -405,17 +405,21 @@ fn columns(p: &Problem) -> Result<[u32; 2]> {
 }
 
 /// Maps of keys and values: (block, KV head, row), or where rows are consecutive one block of them.
-fn key_maps(job: &Job<'_>, params: &PagedHopperParams, entry: &Entry) -> Result<[Arg; 2]> {
+pub(super) fn key_maps(
+    job: &Job<'_>,
+    attention: &AttentionParams,
+    blocks: u32,
+    box_rows: u32,
+) -> Result<[Arg; 2]> {
     let (p, pages) = (job.problem, pages(job.problem)?);
-    let AttentionParams { kv_heads, k, v, .. } = params.hopper.attention;
-    let box_rows = kernels::box_rows(block_rows(pages)?, entry.keys);
+    let AttentionParams { kv_heads, k, v, .. } = *attention;
     let ([k_arg, v_arg], [k_columns, v_columns]) = (job.rows.attended, columns(p)?);
     let map = |arg, strides: Strides, columns| {
         if pages.consecutive {
             let strides = Strides { row: strides.batch, batch: 0, ..strides };
-            return tensor_map(p, arg, strides, [columns, params.blocks, kv_heads, 1], box_rows);
+            return tensor_map(p, arg, strides, [columns, blocks, kv_heads, 1], box_rows);
         }
-        let size = [columns, pages.block_size as u32, kv_heads, params.blocks];
+        let size = [columns, pages.block_size as u32, kv_heads, blocks];
         tensor_map(p, arg, strides, size, box_rows)
     };
     Ok([map(k_arg, k, k_columns), map(v_arg, v, v_columns)])
@@ -435,7 +439,8 @@ fn arguments(
         _ => ([q_heads, params.tokens], [q.head, q.row], [heads, kernels::QUERY_BOX / heads]),
     };
     let (queries, apart) = ([head_size, queries[0], queries[1], 1], [apart[0], apart[1], 0]);
-    let [k, v] = key_maps(job, params, entry)?;
+    let box_rows = kernels::box_rows(block_rows(pages(p)?)?, entry.keys);
+    let [k, v] = key_maps(job, &params.hopper.attention, params.blocks, box_rows)?;
     let tensor = |id| tensor(p, id, 0);
     Ok(vec![
         ("q", boxes(p, job.rows.query.arg, apart, queries, tile)),

@@ -1,5 +1,7 @@
 //! The kernel families, one file each.
 
+mod blackwell;
+mod blackwell_paged;
 mod decode;
 mod decode_paged;
 mod decode_paged_quantized;
@@ -29,7 +31,7 @@ use super::family::{Family, Paged, Sequences};
 use crate::problem::Problem;
 
 /// Families for contiguous KV caches, best first: the order in which the cascade asks them.
-pub(super) static CONTIGUOUS: [&dyn Family; 17] = [
+pub(super) static CONTIGUOUS: [&dyn Family; 18] = [
     &decode_quantized::DecodeQuantized,
     &decode::Decode,
     &split_kv::SplitKv,
@@ -39,6 +41,7 @@ pub(super) static CONTIGUOUS: [&dyn Family; 17] = [
     &hopper::Hopper,
     &hopper_masked::HopperMasked,
     &hopper_wide::HopperWide { paged: false },
+    &blackwell::Blackwell,
     &tiled_tma::TiledTma,
     &tiled::Tiled,
     &tiled_masked::TiledMasked,
@@ -53,7 +56,7 @@ const LATENT_MMA: &dyn Family = &latent_mma::LatentMma { paged: true };
 
 /// Families for paged KV caches, best first, with the sequences that they take and the calls about
 /// which they are asked (`mixed.rs`).
-pub(super) static PAGED: [Paged; 9] = [
+pub(super) static PAGED: [Paged; 10] = [
     paged(&decode_paged::DecodePaged, Short, |p| is_plain(p) && p.head_size <= LARGEST_DECODE_HEAD),
     paged(&decode_paged_quantized::DecodePagedQuantized, Short, |p| {
         !p.latent && p.quantized.is_some()
@@ -68,6 +71,7 @@ pub(super) static PAGED: [Paged; 9] = [
         p.quantized.is_some() && !p.batch_invariant
     }),
     paged(&hopper_paged::HopperPaged, Long, |p| p.quantized.is_none() && !p.batch_invariant),
+    paged(&blackwell_paged::BlackwellPaged, Long, |p| p.quantized.is_none() && !p.batch_invariant),
     paged(&tiled_paged::TiledPaged, Long, |p| p.quantized.is_none()),
 ];
 
