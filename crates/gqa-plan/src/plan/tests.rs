@@ -438,8 +438,15 @@ fn heads_of_512_have_one_kernel_for_all_rows() {
     assert_eq!(kernels_of(&wide(over_blocks(1, 1, 4096))), ["paged_append", merged[0], merged[1]]);
     assert_eq!(kernels_of(&wide(over_blocks(2, 2048, 0))), ["paged_append", merged[0]]);
     assert_eq!(kernels_of(&wide(over_blocks(1, 1, 4096)).appended()), merged);
-    let many = kernels_of(&wide(over_blocks(17, 1, 2048)).appended());
-    assert_eq!(many, merged[..1]);
+    let of = |sequences| kernels_of(&wide(over_blocks(sequences, 1, 2048)).appended());
+    assert_eq!(of(33), merged[..1]);
+    // One wave of CTAs and a few more.
+    assert_eq!(of(17), merged);
+    // Of long sequences it splits the keys even where most must be short.
+    let few_rows = with(wide(over_blocks(4, 1, 60_000)).appended(), |p| {
+        p.pages = p.pages.map(|pages| Pages { blocks: 8_000 / pages.block_size, ..pages });
+    });
+    assert_eq!(kernels_of(&few_rows), merged);
     let rotary = Some(ROTARY);
     let rotated = with(over_blocks(3, 1, 4096), |p| (p.head_size, p.rotary) = (512, rotary));
     assert_eq!(kernels_of(&equal(rotated.clone()))[..2], ["paged_append", "hopper_wide"]);

@@ -55,14 +55,17 @@ pub(super) fn choose(module: registry::Family, call: &Call<'_>) -> Result<Kernel
     decode::choose(module, call)
 }
 
+/// The families whose kernels divide the keys of all sequences.
+const DIVIDING: [registry::Family; 2] =
+    [registry::Family::DecodePaged, registry::Family::DecodePagedQuantized];
+
 /// The same decode step with the keys of all sequences divided by the lengths on the device, if
 /// that is estimated to be faster than equal splits of each sequence.
 pub(in crate::plan) fn in_parts(kernel: &Kernel, call: &Call<'_>) -> Option<Kernel> {
     /// Most CTAs in y and z of a grid.
     const MOST: usize = 65_535;
     let (p, device, options) = (call.problem, call.device, call.options);
-    // Kernels over a latent KV cache do not divide keys so.
-    if p.latent {
+    if !DIVIDING.contains(&kernel.entry.family) {
         return None;
     }
     let is_forced = options.splits.is_some() || options.cluster.is_some() || call.forced.is_some();
@@ -123,8 +126,7 @@ pub(super) fn launches(kernel: &Kernel, job: Job<'_>) -> Result<Vec<Launch>> {
 
 /// How `step` divides keys by lengths, if it does.
 pub(in crate::plan) fn division(step: &Launch) -> Option<DecodeScheduleParams> {
-    let families = [registry::Family::DecodePaged, registry::Family::DecodePagedQuantized];
-    let is_step = families.contains(&step.entry.family) && step.entry.role == Role::Attention;
+    let is_step = DIVIDING.contains(&step.entry.family) && step.entry.role == Role::Attention;
     let params = step.params.get(..size_of::<PagedDecodeParams>()).filter(|_| is_step)?;
     let params: PagedDecodeParams = bytemuck::try_pod_read_unaligned(params).ok()?;
     let divides = (1..=kernels::MOST_SLOTS).contains(&params.decode.parts);
