@@ -17,7 +17,7 @@ use gqa_host::{
     CacheBinding, DType, Problem, ProblemFields, QuantFormat, Quantization, Result, RowStrides,
     Scales, Sink, Tensor,
 };
-use gqa_kernels::registry::Family;
+use gqa_kernels::registry::{Entry, Family};
 use ndarray::{Array2, arr1};
 use proptest::prelude::*;
 use rand::rngs::SmallRng;
@@ -166,7 +166,7 @@ pub fn latent_in_place(
     let rows = prop::sample::select(vec![16usize, 32, 64, 128]);
     let paged =
         (rows, [0..=2usize, 0..=2]).prop_map(|(rows, apart)| LatentRows::Paged(rows, apart));
-    of_family(Family::Latent, cases, paged.boxed(), device)
+    of_kernels(|entry| entry.family == Family::Latent, cases, paged.boxed(), device)
 }
 
 /// The same for the kernels that multiply by `mma.sync`, over blocks of any power of two of rows
@@ -179,12 +179,24 @@ pub fn latent_by_mma(
     let paged =
         (rows, [0..=2usize, 0..=2]).prop_map(|(rows, apart)| LatentRows::Paged(rows, apart));
     let rows = prop_oneof![1 => Just(LatentRows::Dense), 2 => paged];
-    of_family(Family::LatentMma, cases, rows.boxed(), device)
+    of_kernels(|entry| entry.family == Family::LatentMma, cases, rows.boxed(), device)
 }
 
-/// Calls with such rows for which a device takes that family.
-fn of_family(
-    family: Family,
+/// Calls over float8 for the kernel of few rows whose keys `wgmma` multiplies as they are.
+pub fn latent_by_wgmma(
+    cases: BoxedStrategy<LatentCase>,
+    device: &DeviceInfo,
+) -> BoxedStrategy<LatentCase> {
+    let rows = prop::sample::select(vec![1usize, 2, 16, 64, 128]);
+    let paged =
+        (rows, [0..=2usize, 0..=2]).prop_map(|(rows, apart)| LatentRows::Paged(rows, apart));
+    let takes = |entry: &Entry| entry.name == "gqa_latent_mma_f8_bf16_r16_wgmma";
+    of_kernels(takes, in_float8(cases), paged.boxed(), device)
+}
+
+/// Calls with such rows for which a device takes such a kernel.
+fn of_kernels(
+    takes: fn(&Entry) -> bool,
     cases: BoxedStrategy<LatentCase>,
     rows: BoxedStrategy<LatentRows>,
     device: &DeviceInfo,
@@ -210,9 +222,7 @@ fn of_family(
         })
         .prop_filter("taken by another kernel", move |case| {
             let plan = case.problem().and_then(|p| plan(&p, &device, &PlanOptions::default()));
-            plan.is_ok_and(|plan| {
-                plan.launches().iter().any(|launch| launch.entry().family == family)
-            })
+            plan.is_ok_and(|plan| plan.launches().iter().any(|launch| takes(launch.entry())))
         })
         .boxed()
 }

@@ -32,8 +32,8 @@ pub use entries::{every_entry, float8_kernels, is_of_attention};
 pub use external::{ExternalCase, external};
 pub use hostile::hostile;
 pub use latent::{
-    LatentCase, LatentOperator, LatentRows, in_float8, latent, latent_by_mma, latent_in_float8,
-    latent_in_place, latent_operators,
+    LatentCase, LatentOperator, LatentRows, in_float8, latent, latent_by_mma, latent_by_wgmma,
+    latent_in_float8, latent_in_place, latent_operators,
 };
 pub use paged::{
     DECODE_KERNELS, PREFILL_KERNELS, PagedCase, copied, in_place, paged, paged_concurrent,

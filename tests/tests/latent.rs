@@ -5,8 +5,8 @@ use gqa_host::backend::sim::Sim;
 use gqa_host::plan::{DeviceInfo, PlanOptions};
 use gqa_tests::{
     Unchecked, any_dtype, half_dtype, heads_up_to, in_float8, latent, latent_by_mma,
-    latent_in_float8, latent_in_place, latent_operators, latent_reads, parity, trees,
-    turned_behind,
+    latent_by_wgmma, latent_in_float8, latent_in_place, latent_operators, latent_reads, parity,
+    trees, turned_behind,
 };
 
 /// Keys and values of a row: DeepSeek's, and smaller ones, which are faster.
@@ -90,6 +90,19 @@ fn steps_by_mma_sync() {
         parity(&format!("sim, latent, {name}, splits {splits:?}"), 16, cases, &sim);
         let cases = latent_by_mma(in_float8(latent(&SIZES[..1], 300)), &device);
         parity(&format!("sim, latent float8, {name}, splits {splits:?}"), 12, cases, &sim);
+    }
+}
+
+/// Few rows in bfloat16 over float8, of which `wgmma` multiplies keys as they are.
+#[test]
+fn steps_over_float8_keys() {
+    for (multiprocessors, splits) in [(1, None), (132, None), (132, Some(3))] {
+        let h200 = DeviceInfo::known("h200").expect("a known device");
+        let device = DeviceInfo { multiprocessors, ..h200 };
+        let options = PlanOptions { splits, ..PlanOptions::default() };
+        let cases = latent_by_wgmma(latent(&SIZES[..1], 500), &device);
+        let sim = Sim::default().with_device(device).with_options(options);
+        parity(&format!("sim, latent float8 keys, splits {splits:?}"), 16, cases, &sim);
     }
 }
 

@@ -286,7 +286,8 @@ families! {
         /// Decode over a latent KV cache.
         Latent: "latent", "latent", ["sm_90a"];
         /// The same by `mma.sync`, and over a contiguous cache.
-        LatentMma: "latent_mma", "latent-mma", ["sm_80", "sm_90" ptx 81];
+        LatentMma: "latent_mma", "latent-mma",
+            ["sm_80", "sm_90" ptx 81, "sm_90a" ptx 81 => "latent-mma-warpgroup"];
     }
     split_kv {
         /// Tensor-core flash attention over a split of the keys, and the merge.

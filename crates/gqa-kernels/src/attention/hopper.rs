@@ -77,11 +77,11 @@ mod work;
 
 #[cfg(not(target_arch = "nvptx64"))]
 pub use float8::operands_grid;
-pub(in crate::attention) use float8::power_of_two;
 pub use float8::{float8_operands, transposed_columns, transposed_rows};
+pub(in crate::attention) use float8::{power_of_two, row_exponent, row_factor};
 pub use pages::{LEAST_BOX, box_rows};
 pub use parts::{MERGE_THREADS, merge as merge_parts};
-pub(in crate::attention) use queries::{exponent, greatest_of_vector};
+pub(in crate::attention) use queries::{exponent, greatest_of_vector, sums_of};
 pub use schedule::{MOST_ROW_TILES, MOST_SEQUENCES};
 #[cfg(not(target_arch = "nvptx64"))]
 pub use schedule::{divided, most_row_tiles};

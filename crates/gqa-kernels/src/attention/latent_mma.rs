@@ -52,8 +52,10 @@
 
 mod cached;
 mod output;
+mod warpgroup;
 
 pub use cached::{Cached, Codes, Elements};
+pub use warpgroup::Float8Keys;
 
 use super::latent::{CONTIGUOUS, Lengths, VALUE_SIZE};
 use crate::concept::softmax::SoftmaxState;

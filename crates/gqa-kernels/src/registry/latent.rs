@@ -2,15 +2,22 @@
 //! with heads of 512.
 
 use crate::attention::latent::{self, Latent, LatentFloat8, Shape, Wide};
-use crate::attention::latent_mma;
+use crate::attention::latent_mma::{self, Float8Keys};
 #[cfg(not(target_arch = "nvptx64"))]
 use crate::num::Format;
 use crate::num::{bf16, f16};
 use crate::params::LatentParams;
 
 #[cfg(not(target_arch = "nvptx64"))]
-pub(super) static TABLES: &[&[super::Entry]] =
-    &[WIDE, LATENT, LATENT_FLOAT8, LATENT_MMA, LATENT_MMA_FLOAT8, LATENT_MERGE];
+pub(super) static TABLES: &[&[super::Entry]] = &[
+    WIDE,
+    LATENT,
+    LATENT_FLOAT8,
+    LATENT_MMA,
+    LATENT_MMA_FLOAT8,
+    LATENT_MMA_WARPGROUP,
+    LATENT_MERGE,
+];
 
 kernels!(WIDE, HopperWide: Attention, "hopper-wide",
     ([k 0, v 1] q: T, starts: i32, past_seqlens: i32, query_seqlens: i32, block_table: i32, out: T, lse: f32, partial_out: f32, partial_lse: f32;
@@ -67,6 +74,15 @@ latent_mma_kernels!(LATENT_MMA_FLOAT8,
      p: LatentParams), run_quantized, &[Format::Float8], {
     gqa_latent_mma_f8_f16_r16, gqa_latent_mma_f8_bf16_r16 => latent_mma::Float8Rows16, 2;
     gqa_latent_mma_f8_f16_r32, gqa_latent_mma_f8_bf16_r32 => latent_mma::Float8Rows32, 1;
+});
+
+// Float16 has too many bits for a sum of two e4m3 values.
+kernels!(LATENT_MMA_WARPGROUP, LatentMma: Attention, "latent-mma-warpgroup",
+    (q: T, k: u8, k_scale: f32, starts: i32, past_seqlens: i32, query_seqlens: i32, block_table: i32, out: T, lse: f32, partial_out: f32, partial_lse: f32;
+     p: LatentParams),
+    each { head_size: latent_mma::KEY_SIZE, rows: Float8Keys::ROWS, keys: Float8Keys::KEYS, threads: Float8Keys::THREADS,
+           min_blocks: 2, shared: Float8Keys::SHARED_BYTES, hot: true, min_sm: Float8Keys::MIN_SM, formats: &[Format::Float8] }, {
+    gqa_latent_mma_f8_bf16_r16_wgmma => Float8Keys::run_quantized::<bf16>, T = bf16;
 });
 
 // For splits of the keys by all kernels of this file.

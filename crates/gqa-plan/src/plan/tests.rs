@@ -3033,6 +3033,14 @@ fn latent_steps_have_a_kernel_on_other_gpus() {
     for name in ["h200", "a100"] {
         assert_eq!(attention(&float8(16), name)[0], "gqa_latent_mma_f8_f16_r16", "{name}");
     }
+    // `wgmma` multiplies queries in bfloat16 as sums of two float8 values.
+    let dtype = DType::BF16;
+    let in_bf16 = |name| {
+        let p = ProblemFields { dtype, v_dtype: dtype, out_dtype: dtype, ..(*float8(16)).clone() };
+        attention(&Problem::new(p).unwrap(), name)[0]
+    };
+    assert_eq!(in_bf16("h200"), "gqa_latent_mma_f8_bf16_r16_wgmma");
+    assert_eq!(in_bf16("b200"), "gqa_latent_mma_f8_bf16_r16");
     assert_eq!(attention(&float8(64), "h200")[0], "gqa_latent_float8_f16");
     assert_eq!(attention(&float8(64), "rtx4090")[0], "gqa_latent_mma_f8_f16_r32");
 }

@@ -511,7 +511,7 @@ fn greatest(value: f32, lanes: u32) -> f32 {
 /// Exponent of the least power of two that is not less than `top / 448`, clamped so that the
 /// inverse is a normal number too.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
-pub(super) fn row_exponent(top: f32) -> i32 {
+pub(in crate::attention) fn row_exponent(top: f32) -> i32 {
     /// Mantissa of all ones minus the mantissa of 448.
     const REST: u32 = 0x001f_ffff;
     let exponent = (((top.to_bits() + REST) >> 23) as i32) - 127 - 8;
@@ -520,7 +520,7 @@ pub(super) fn row_exponent(top: f32) -> i32 {
 
 /// The power of two that a row was divided by; NaN where `top` is infinite, which e4m3 cannot hold.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
-pub(super) fn row_factor(top: f32, exponent: i32) -> f32 {
+pub(in crate::attention) fn row_factor(top: f32, exponent: i32) -> f32 {
     power_of_two(exponent) + 0.0 * top
 }
 

@@ -177,20 +177,26 @@ impl<S: Tile> Share<S> {
         }
     }
 
-    /// Writes a vector as sums of two e4m3 values: the nearest one, and the one nearest to the
-    /// remainder.
+    /// Writes a vector as sums of two e4m3 values.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn store_sums(&self, row: u32, x: Numbers) {
-        let high = codes_of(x);
-        let halves = |word: u32| [word as u16, (word >> 16) as u16].map(e4m3x2_to_f16x2);
-        let [[a, b], [c, d]] = [high as u32, (high >> 32) as u32].map(halves);
-        let nearest: Numbers = unpack::<f16>([a, b, c, d]);
-        let rest = core::array::from_fn(|i| x[i] - nearest[i]);
+        let [high, rest] = sums_of(x);
         let (unit, half) = (self.vector / 2, self.vector % 2 * 8);
         let place = |first: u32| self.tile + swizzled(WARPGROUP_ROWS, row, first + unit) + half;
         st_shared(place(0), high);
-        st_shared(place(S::D / 16), codes_of(rest));
+        st_shared(place(S::D / 16), rest);
     }
+}
+
+/// Numbers of at most 448 as sums of two e4m3 values: the nearest ones, and those nearest to the
+/// remainders.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+pub(in crate::attention) fn sums_of(x: Numbers) -> [u64; 2] {
+    let high = codes_of(x);
+    let halves = |word: u32| [word as u16, (word >> 16) as u16].map(e4m3x2_to_f16x2);
+    let [[a, b], [c, d]] = [high as u32, (high >> 32) as u32].map(halves);
+    let nearest: Numbers = unpack::<f16>([a, b, c, d]);
+    [high, codes_of(core::array::from_fn(|i| x[i] - nearest[i]))]
 }
 
 /// Bits of the greatest magnitudes of a vector's even and odd elements. Without the sign, floats

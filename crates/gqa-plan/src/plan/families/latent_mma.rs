@@ -6,7 +6,7 @@ use super::latent::{MOST_SEQUENCES, holds, launches, scores_alone};
 use crate::Result;
 use crate::plan::build::pages_strides;
 use crate::plan::decision::Rejection;
-use crate::plan::device::DeviceInfo;
+use crate::plan::device::{Capability, DeviceInfo};
 use crate::plan::family::{Call, Family, Job, Kernel};
 use crate::plan::launch::Launch;
 use crate::plan::options::PlanOption;
@@ -67,7 +67,9 @@ impl Family for LatentMma {
         requirements::narrow_output(p)?;
         // A prologue dequantizes contiguous caches.
         let format = p.quantized.map(|how| how.format).filter(|_| self.paged);
-        let reads = |entry: &Entry| entry.holds(format);
+        let reads = |entry: &Entry| {
+            entry.holds(format) && (!has_wgmma(entry) || call.device.has(Capability::Wgmma))
+        };
         let is_read = entries().any(|entry| entry.family == self.module() && reads(entry));
         if let Some(got) = format.filter(|_| !is_read) {
             return Err(Rejection::Format { got });
@@ -75,7 +77,7 @@ impl Family for LatentMma {
         let rows = p.packed_rows();
         let order = |entry: &Entry| {
             let [tile, threads] = [entry.rows, entry.threads].map(|n| n as usize);
-            [rows.div_ceil(tile), tile, usize::MAX - threads, 0]
+            [rows.div_ceil(tile), tile, usize::MAX - threads, usize::from(!has_wgmma(entry))]
         };
         let entry = select::among(self, call, reads, order)?;
         if self.paged {
@@ -94,6 +96,11 @@ impl Family for LatentMma {
     }
 }
 
+/// Whether the kernel multiplies by `wgmma`, so that it runs on Hopper alone.
+fn has_wgmma(entry: &Entry) -> bool {
+    !entry.runs_on(u32::MAX)
+}
+
 /// A batch entry of the cache is a block, whose strides count elements, or quantized values.
 fn mma_params(p: &Problem, queries: Strides, splits: u32) -> Result<LatentParams> {
     let params = wide_params(p, queries, splits)?;
@@ -103,13 +110,15 @@ fn mma_params(p: &Problem, queries: Strides, splits: u32) -> Result<LatentParams
 }
 
 /// Number of splits with the least estimated time, if all sequences are as long as the longest.
-/// Constants are from an H200 (`docs/results/2026-11-30-h200-d/latent-mma.md`).
+/// Constants are from an H200 (`docs/results/2026-11-30-h200-d/latent-mma.md`,
+/// `docs/results/2026-11-30-h200-e/latent.md`).
 fn splits(call: &Call<'_>, params: &LatentParams, entry: &Entry) -> u32 {
-    /// Microseconds of a CTA besides its tiles; of a tile at least, and for each 8 keys of a warp;
-    /// to start the merge, and for each split of it.
+    /// Microseconds of a CTA besides its tiles; of a tile at least, and for each 8 keys of a warp,
+    /// or where `wgmma` multiplies keys; to start the merge, and for each split of it.
     const START: f64 = 4.0;
     const TILE: f64 = 0.7;
     const KEYS: f64 = 0.9;
+    const BY_WGMMA: f64 = 1.4;
     const MERGE: f64 = 3.0;
     const MERGED: f64 = 0.05;
     /// How much of the rates of memory and tensor cores is attained; how much faster L2 is.
@@ -124,7 +133,8 @@ fn splits(call: &Call<'_>, params: &LatentParams, entry: &Entry) -> u32 {
     let bytes = row * keys / row_tiles.min(L2);
     let operations = 2.0 * keys * rows * f64::from(kernels::KEY_SIZE + VALUE_SIZE);
     let warps = threads / 32.0 * 16.0 / rows;
-    let least = TILE + KEYS * keys / (8.0 * warps);
+    let by_mma_sync = TILE + KEYS * keys / (8.0 * warps);
+    let least = if has_wgmma(entry) { BY_WGMMA } else { by_mma_sync };
     let tile = |blocks: f64| {
         // A few CTAs do not have all of the memory's rate.
         let active = blocks.clamp(slots / 2.0, slots);
