@@ -221,7 +221,7 @@ pub fn splits(
 
 /// Grid of the merge.
 pub fn merge_grid(p: &LatentParams) -> [u32; 3] {
-    [p.entries * p.attention.q_heads * p.tokens, VALUE_SIZE / merge::COLUMNS, 1]
+    [p.entries * p.attention.q_heads * p.tokens, merge::parts(p.attention.splits), 1]
 }
 
 /// Grid of a call in clusters of that size.
