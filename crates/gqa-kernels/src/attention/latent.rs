@@ -200,18 +200,25 @@ pub fn splits(
 ) -> u32 {
     /// Bytes that an SM loads in a microsecond where all SMs load.
     const LOADED_BYTES: f64 = 33.5e3;
-    /// Microseconds of a CTA besides its tiles, and to start the merge.
-    const START: f64 = 4.0;
-    const MERGE: f64 = 3.0;
+    /// Microseconds of a tile at least, of a CTA besides its tiles, and to start the merge.
+    const TILE: f64 = 1.5;
+    const START: f64 = 7.0;
+    const MERGE: f64 = 1.5;
     /// Bytes that are written and read back in a microsecond.
-    const MERGED_BYTES: f64 = 1.5e6;
+    const MERGED_BYTES: f64 = 1.6e6;
     let [row_tiles, _, batch] = grid(p, cluster);
+    let multiprocessors = u64::from(multiprocessors.max(1));
     let tiles = keys.div_ceil(KEYS).max(1);
-    let tile = f64::from(KEYS * key_bytes) / LOADED_BYTES;
+    // Row tiles share keys, and a few CTAs the rate of all SMs.
+    let sharing = f64::from(row_tiles) / f64::from(p.attention.kv_heads.max(1));
+    let tile = |blocks: u64| {
+        let share = blocks.min(multiprocessors) as f64 / multiprocessors as f64;
+        TILE.max(f64::from(KEYS * key_bytes) * share / sharing / LOADED_BYTES)
+    };
     let time = |splits: u32| {
         let blocks = u64::from(row_tiles) * u64::from(batch) * u64::from(splits);
-        let waves = blocks.div_ceil(u64::from(multiprocessors.max(1)));
-        let attention = waves as f64 * (START + f64::from(tiles.div_ceil(splits)) * tile);
+        let waves = blocks.div_ceil(multiprocessors);
+        let attention = waves as f64 * (START + f64::from(tiles.div_ceil(splits)) * tile(blocks));
         let rows = f64::from(splits) * partial_rows(p) as f64;
         let merge = MERGE + rows * f64::from(VALUE_SIZE) * 4.0 / MERGED_BYTES;
         if splits > 1 { attention + merge } else { attention }

@@ -3045,6 +3045,22 @@ fn latent_steps_have_a_kernel_on_other_gpus() {
     assert_eq!(attention(&float8(64), "rtx4090")[0], "gqa_latent_mma_f8_f16_r32");
 }
 
+/// As many as measured fastest on an H200 (`docs/results/2026-11-30-h200-e/latent.md`).
+#[test]
+fn latent_steps_split_keys() {
+    let splits = |batch, q_heads, keys: usize| {
+        let call = ProblemFields { batch, q_heads, rotary: None, ..latent_of(576, 1, keys - 1) };
+        let problem = paged(&Problem::new(call).unwrap()).appended();
+        let plan = plan(&problem, &device("h200"), &PlanOptions::default()).unwrap();
+        plan.launches[0].grid[1]
+    };
+    assert_eq!(splits(1, 128, 8192), 32);
+    assert_eq!(splits(1, 64, 8192), 43);
+    assert_eq!(splits(4, 128, 8192), 16);
+    assert_eq!(splits(16, 128, 4096), 4);
+    assert_eq!(splits(128, 64, 4096), 1);
+}
+
 /// A cache without blocks has nothing that TMA could load.
 #[test]
 fn caches_without_blocks_are_planned() {
