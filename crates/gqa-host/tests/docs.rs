@@ -8,6 +8,7 @@ use gqa_host::op::{GroupQueryAttention, Shapes};
 use gqa_host::plan::{DeviceInfo, Plan, PlanOptions, environment, is_proven, plan};
 use gqa_host::{CacheBinding, DType, Problem, QuantFormat, Quantization, Scales, TensorDesc};
 use gqa_kernels::registry::{Entry, Family, Role, entries};
+use std::collections::BTreeSet;
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
 
@@ -206,6 +207,25 @@ fn stem(entry: &Entry) -> String {
     size.map_or(kernel.as_str(), |at| &kernel[..at]).to_owned()
 }
 
+/// What follows the oldest compute capability of a kernel that newer ones do not run.
+fn only(entry: &Entry) -> String {
+    if entry.runs_on(u32::MAX) {
+        return String::new();
+    }
+    let known = DeviceInfo::known_names().filter_map(DeviceInfo::known);
+    let others: BTreeSet<u32> = known
+        .map(|device| device.sm)
+        .filter(|sm| *sm > entry.min_sm && entry.runs_on(*sm))
+        .collect();
+    let others = others.into_iter().map(|sm| format!(" and {}", capability(sm)));
+    others.chain([" only".to_owned()]).collect()
+}
+
+/// A compute capability as it is written.
+fn capability(sm: u32) -> String {
+    format!("{}.{}", sm / 10, sm % 10)
+}
+
 fn kernels(text: &mut String, family: Family) -> std::fmt::Result {
     let mut rows: Vec<(String, String)> = Vec::new();
     for entry in entries().filter(|entry| entry.family == family) {
@@ -220,12 +240,11 @@ fn kernels(text: &mut String, family: Family) -> std::fmt::Result {
             (keys, values) => format!("{keys}, values {values}"),
         };
         let shape = format!(
-            "{size} | {tile} | {} | {} | {}.{}{}",
+            "{size} | {tile} | {} | {} | {}{}",
             entry.threads,
             entry.shared_bytes,
-            entry.min_sm / 10,
-            entry.min_sm % 10,
-            if entry.runs_on(u32::MAX) { "" } else { " only" }
+            capability(entry.min_sm),
+            only(entry)
         );
         let dtype = match entry.role {
             Role::GeneratePositions | Role::RollingLengths => "integers".to_owned(),
@@ -300,6 +319,9 @@ fn support() -> Result<String, std::fmt::Error> {
             "\n### {name}: {}\n",
             family.targets().iter().map(|target| target.arch).collect::<Vec<_>>().join(", ")
         )?;
+        if !entries().any(|entry| entry.family == family && entry.runs_on(90)) {
+            writeln!(text, "Simulated and assembled, never run.\n")?;
+        }
         writeln!(
             text,
             "| kernel | types | head size | rows x keys | threads | shared | compute capability |"

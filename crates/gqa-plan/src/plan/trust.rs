@@ -1,7 +1,7 @@
 //! Which kernels are trusted on which GPUs.
 //!
-//! Every family ran on Hopper GPUs and was compared there. On others a family was simulated and
-//! assembled at most. So where a plan for such a GPU has kernels of a family that is not proven
+//! Every family that Hopper GPUs run, ran there and was compared. On others a family was simulated
+//! and assembled at most. So where a plan for such a GPU has kernels of a family that is not proven
 //! there, a [`Prover`] says which of them agree with simpler ones on this very GPU, by small calls
 //! of its own; those that do not are left out of the plan.
 
