@@ -157,8 +157,14 @@ fn quantization() -> impl Strategy<Value = Option<Quantization>> {
     prop::option::weighted(0.3, how)
 }
 
+/// Options with which kernels by `mma.sync` do not take the calls of few rows and keys from the
+/// kernel for decode steps over a paged latent cache.
+pub fn latent_options() -> PlanOptions {
+    PlanOptions { distrusted: vec![Family::LatentMma], ..PlanOptions::default() }
+}
+
 /// Those calls with what the kernel for decode steps over a paged latent cache takes, and for which
-/// it is taken on a device.
+/// it is taken on a device with [these options](latent_options).
 pub fn latent_in_place(
     cases: BoxedStrategy<LatentCase>,
     device: &DeviceInfo,
@@ -166,7 +172,8 @@ pub fn latent_in_place(
     let rows = prop::sample::select(vec![16usize, 32, 64, 128]);
     let paged =
         (rows, [0..=2usize, 0..=2]).prop_map(|(rows, apart)| LatentRows::Paged(rows, apart));
-    of_kernels(|entry| entry.family == Family::Latent, cases, paged.boxed(), device)
+    let takes = |entry: &Entry| entry.family == Family::Latent;
+    of_kernels(takes, latent_options(), cases, paged.boxed(), device)
 }
 
 /// The same for the kernels that multiply by `mma.sync`, over blocks of any power of two of rows
@@ -179,7 +186,8 @@ pub fn latent_by_mma(
     let paged =
         (rows, [0..=2usize, 0..=2]).prop_map(|(rows, apart)| LatentRows::Paged(rows, apart));
     let rows = prop_oneof![1 => Just(LatentRows::Dense), 2 => paged];
-    of_kernels(|entry| entry.family == Family::LatentMma, cases, rows.boxed(), device)
+    let takes = |entry: &Entry| entry.family == Family::LatentMma;
+    of_kernels(takes, PlanOptions::default(), cases, rows.boxed(), device)
 }
 
 /// Calls over float8 for the kernel of few rows whose keys `wgmma` multiplies as they are.
@@ -191,12 +199,13 @@ pub fn latent_by_wgmma(
     let paged =
         (rows, [0..=2usize, 0..=2]).prop_map(|(rows, apart)| LatentRows::Paged(rows, apart));
     let takes = |entry: &Entry| entry.name == "gqa_latent_mma_f8_bf16_r16_wgmma";
-    of_kernels(takes, in_float8(cases), paged.boxed(), device)
+    of_kernels(takes, PlanOptions::default(), in_float8(cases), paged.boxed(), device)
 }
 
 /// Calls with such rows for which a device takes such a kernel.
 fn of_kernels(
     takes: fn(&Entry) -> bool,
+    options: PlanOptions,
     cases: BoxedStrategy<LatentCase>,
     rows: BoxedStrategy<LatentRows>,
     device: &DeviceInfo,
@@ -221,7 +230,7 @@ fn of_kernels(
             }
         })
         .prop_filter("taken by another kernel", move |case| {
-            let plan = case.problem().and_then(|p| plan(&p, &device, &PlanOptions::default()));
+            let plan = case.problem().and_then(|p| plan(&p, &device, &options));
             plan.is_ok_and(|plan| plan.launches().iter().any(|launch| takes(launch.entry())))
         })
         .boxed()

@@ -5,8 +5,8 @@ use gqa_host::backend::sim::Sim;
 use gqa_host::plan::{DeviceInfo, PlanOptions};
 use gqa_tests::{
     Unchecked, any_dtype, half_dtype, heads_up_to, in_float8, latent, latent_by_mma,
-    latent_by_wgmma, latent_in_float8, latent_in_place, latent_operators, latent_reads, parity,
-    trees, turned_behind,
+    latent_by_wgmma, latent_in_float8, latent_in_place, latent_operators, latent_options,
+    latent_reads, parity, trees, turned_behind,
 };
 
 /// Keys and values of a row: DeepSeek's, and smaller ones, which are faster.
@@ -56,7 +56,7 @@ fn steps_in_place() {
     for (multiprocessors, splits) in [(1, None), (132, None), (132, Some(3))] {
         let h200 = DeviceInfo::known("h200").expect("a known device");
         let device = DeviceInfo { multiprocessors, ..h200 };
-        let options = PlanOptions { splits, ..PlanOptions::default() };
+        let options = PlanOptions { splits, ..latent_options() };
         let cases = latent_in_place(latent(&SIZES[..1], 500), &device);
         let sim = Sim::default().with_device(device).with_options(options);
         parity(&format!("sim, latent in place, splits {splits:?}"), 12, cases, &sim);
@@ -69,7 +69,7 @@ fn steps_in_place_over_float8() {
     for (multiprocessors, splits) in [(1, None), (132, None), (132, Some(3))] {
         let h200 = DeviceInfo::known("h200").expect("a known device");
         let device = DeviceInfo { multiprocessors, ..h200 };
-        let options = PlanOptions { splits, ..PlanOptions::default() };
+        let options = PlanOptions { splits, ..latent_options() };
         let cases = latent_in_float8(latent(&SIZES[..1], 500), &device);
         let sim = Sim::default().with_device(device).with_options(options);
         parity(&format!("sim, latent float8, splits {splits:?}"), 12, cases, &sim);

@@ -70,7 +70,7 @@ pub(super) struct Paged {
     pub(super) family: &'static dyn Family,
     pub(super) sequences: Sequences,
     /// Whether it is asked about the call; otherwise no decision names it.
-    pub(super) concerns: fn(&Problem) -> bool,
+    pub(super) concerns: fn(&Problem, &DeviceInfo) -> bool,
 }
 
 /// Sequences of a paged call that a family takes if it supports them.

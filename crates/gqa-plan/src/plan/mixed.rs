@@ -39,8 +39,13 @@ use crate::problem::{Pages, Problem, ProblemFields};
 use gqa_tensor::Result;
 
 /// The families that take such sequences of the call, best first.
-fn families(sequences: Sequences, problem: &Problem) -> impl Iterator<Item = &'static dyn Family> {
-    let takes = move |paged: &&Paged| paged.sequences == sequences && (paged.concerns)(problem);
+fn families(
+    sequences: Sequences,
+    problem: &Problem,
+    device: &DeviceInfo,
+) -> impl Iterator<Item = &'static dyn Family> {
+    let takes =
+        move |paged: &&Paged| paged.sequences == sequences && (paged.concerns)(problem, device);
     PAGED.iter().filter(takes).map(|paged| paged.family)
 }
 
@@ -48,10 +53,11 @@ fn families(sequences: Sequences, problem: &Problem) -> impl Iterator<Item = &'s
 fn first(
     sequences: Sequences,
     problem: &Problem,
+    device: &DeviceInfo,
     consider: impl Fn(&'static dyn Family) -> Result<Choice, Rejection>,
     decisions: &mut Vec<Decision>,
 ) -> Option<Choice> {
-    families(sequences, problem).find_map(|family| {
+    families(sequences, problem, device).find_map(|family| {
         let outcome = consider(family);
         decisions.push(decision(family, &outcome));
         outcome.ok()
@@ -122,7 +128,7 @@ impl Attentions {
         };
         let ask = |family| may_be_steps(problem).and_then(|()| consider(family, problem));
         let mut decisions = Vec::new();
-        let all = first(Sequences::Short, problem, ask, &mut decisions);
+        let all = first(Sequences::Short, problem, device, ask, &mut decisions);
         // Kernels do not append by slot_mapping; a launch before them does.
         let appends = !pages.slots && !problem.reads_pages_only();
         if let Some(choice) = all {
@@ -133,12 +139,13 @@ impl Attentions {
             let all = Attention { problem: problem.clone(), choice, task };
             return Self { chosen: vec![all], decisions };
         }
-        let Some((read, prompt)) = Self::prompts(problem, consider, &mut decisions) else {
+        let Some((read, prompt)) = Self::prompts(problem, device, consider, &mut decisions) else {
             return Self { chosen: Vec::new(), decisions };
         };
         let task = Task { appended: true, ..whole };
         let few = Few::of(problem, pages, |problem| {
-            families(Sequences::Short, problem).find_map(|family| consider(family, problem).ok())
+            families(Sequences::Short, problem, device)
+                .find_map(|family| consider(family, problem).ok())
         });
         if prompt.divides_work() {
             // The kernel reads copies of quantized keys, which cost too much for a few tokens, or
@@ -182,11 +189,13 @@ impl Attentions {
     /// reads is first dequantized into new blocks.
     fn prompts(
         problem: &Problem,
+        device: &DeviceInfo,
         consider: impl Fn(&'static dyn Family, &Problem) -> Result<Choice, Rejection>,
         decisions: &mut Vec<Decision>,
     ) -> Option<(Problem, Choice)> {
         let mut ask = |problem: &Problem| {
-            let choice = first(Sequences::Long, problem, |f| consider(f, problem), decisions);
+            let consider = |family| consider(family, problem);
+            let choice = first(Sequences::Long, problem, device, consider, decisions);
             choice.map(|choice| (problem.clone(), choice))
         };
         let dequantized = || problem.quantized.and_then(|_| problem.dequantized().ok());

@@ -2955,14 +2955,16 @@ fn latent_calls_have_kernels_that_read_values_in_keys() {
     let kernels =
         |call: ProblemFields| kernels(&Problem::new(call).unwrap(), &PlanOptions::default());
     let dense = kernels(latent_of(576, 1, 500));
-    let merged = ["latent_mma_f16_r32", "latent_merge"];
+    let merged = ["latent_mma_f16_r16", "latent_merge"];
     assert_eq!(dense, ["unpack_qkv_with_rope_and_append_kv", merged[0], merged[1]]);
     let sink = ProblemFields { sink: Sink::PerHead, ..latent_of(576, 1, 500) };
     let unfused = ["unfused_scores", "unfused_softmax", "unfused_values"];
     assert_eq!(kernels(sink)[1..], unfused);
     let small = kernels(latent_of(256, 1, 500));
     assert_eq!(small, ["unpack_qkv_with_rope_and_append_kv", "general"]);
-    let paged = paged(&Problem::new(latent_of(576, 1, 500)).unwrap());
+    let in_blocks = |past| paged(&Problem::new(latent_of(576, 1, past)).unwrap());
+    assert_eq!(kernels((*in_blocks(500)).clone()), ["paged_append", merged[0], merged[1]]);
+    let paged = in_blocks(9000);
     let in_place = kernels((*paged).clone());
     assert_eq!(in_place, ["paged_append", "latent", "latent_merge"]);
     let nowhere = paged.pages.map(|pages| Pages { blocks: 0, ..pages });
@@ -3008,7 +3010,10 @@ fn latent_steps_have_a_kernel_on_other_gpus() {
     for name in ["h200", "a100", "b200"] {
         assert_eq!(attention(&call(16, 1), name), few, "{name}");
     }
-    assert_eq!(attention(&call(16, 2), "h200")[0], "gqa_latent_f16");
+    // Tiles of few rows while they are few, of sequences or of keys.
+    assert_eq!(attention(&call(128, 1), "h200"), few);
+    assert_eq!(attention(&call(128, 2), "h200")[0], "gqa_latent_f16");
+    assert_eq!(attention(&after(9000, 128, 1), "h200")[0], "gqa_latent_f16");
     let many_sequences =
         ProblemFields { batch: 256, q_heads: 16, rotary: None, ..latent_of(576, 1, 4000) };
     let many_sequences = paged(&Problem::new(many_sequences).unwrap()).appended();
@@ -3035,12 +3040,27 @@ fn latent_steps_have_a_kernel_on_other_gpus() {
     }
     // `wgmma` multiplies queries in bfloat16 as sums of two float8 values.
     let dtype = DType::BF16;
-    let in_bf16 = |name| {
-        let p = ProblemFields { dtype, v_dtype: dtype, out_dtype: dtype, ..(*float8(16)).clone() };
+    let in_bf16 = |batch, q_heads, past, name| {
+        let (v_dtype, out_dtype) = (dtype, dtype);
+        let call = latent_of(576, 1, past);
+        let call =
+            ProblemFields { batch, q_heads, rotary: None, dtype, v_dtype, out_dtype, ..call };
+        let p = paged(&Problem::new(call).unwrap()).appended();
+        let p = ProblemFields { quantized: Some(how), ..(*p).clone() };
         attention(&Problem::new(p).unwrap(), name)[0]
     };
-    assert_eq!(in_bf16("h200"), "gqa_latent_mma_f8_bf16_r16_wgmma");
-    assert_eq!(in_bf16("b200"), "gqa_latent_mma_f8_bf16_r16");
+    let by_wgmma = "gqa_latent_mma_f8_bf16_r16_wgmma";
+    assert_eq!(in_bf16(1, 16, 4000, "b200"), "gqa_latent_mma_f8_bf16_r16");
+    for (batch, q_heads, past, wanted) in [
+        (1, 16, 4000, by_wgmma),
+        (128, 32, 4000, by_wgmma),
+        (4, 64, 8000, by_wgmma),
+        (1, 128, 8000, by_wgmma),
+        (16, 64, 4000, "gqa_latent_float8_bf16"),
+        (4, 128, 8000, "gqa_latent_float8_bf16"),
+    ] {
+        assert_eq!(in_bf16(batch, q_heads, past, "h200"), wanted, "{batch}, {q_heads}, {past}");
+    }
     assert_eq!(attention(&float8(64), "h200")[0], "gqa_latent_float8_f16");
     assert_eq!(attention(&float8(64), "rtx4090")[0], "gqa_latent_mma_f8_f16_r32");
 }
@@ -3055,7 +3075,8 @@ fn latent_steps_split_keys() {
         plan.launches[0].grid[1]
     };
     assert_eq!(splits(1, 128, 8192), 32);
-    assert_eq!(splits(1, 64, 8192), 43);
+    assert_eq!(splits(1, 64, 8192), 32);
+    assert_eq!(splits(1, 128, 1024), 16);
     assert_eq!(splits(4, 128, 8192), 16);
     assert_eq!(splits(16, 128, 4096), 4);
     assert_eq!(splits(128, 64, 4096), 1);

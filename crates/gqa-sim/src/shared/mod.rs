@@ -207,7 +207,10 @@ impl SharedMemory {
         let who = Who { thread: touch.issuers.start, ..Who::default() };
         let (base, size) = (self.base(), self.bytes);
         let order = self.order.as_mut().expect("units are touched by vector clocks");
-        order.touch_units(touch, addresses.into_iter().map(|address| place([base, size], who, address, 16)))
+        order.touch_units(
+            touch,
+            addresses.into_iter().map(|address| place([base, size], who, address, 16)),
+        )
     }
 
     /// Makes eight bytes an mbarrier.

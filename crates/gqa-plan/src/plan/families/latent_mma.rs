@@ -1,9 +1,9 @@
 //! `latent_mma`: attention over a latent KV cache by `mma.sync`, paged or contiguous, on GPUs from
-//! compute capability 8.0 on. Over blocks `latent` takes calls of more than 16 rows on Hopper.
+//! compute capability 8.0 on. Over blocks `latent` takes calls on Hopper that have [more than few
+//! tiles](has_few_tiles).
 
 use super::hopper_wide::wide_params;
 use super::latent::{MOST_SEQUENCES, holds, launches, scores_alone};
-use crate::Result;
 use crate::plan::build::pages_strides;
 use crate::plan::decision::Rejection;
 use crate::plan::device::{Capability, DeviceInfo};
@@ -11,7 +11,8 @@ use crate::plan::family::{Call, Family, Job, Kernel};
 use crate::plan::launch::Launch;
 use crate::plan::options::PlanOption;
 use crate::plan::{requirements, select};
-use crate::problem::Problem;
+use crate::problem::{Problem, QuantFormat};
+use crate::{DType, Result};
 use gqa_kernels::attention::latent::VALUE_SIZE;
 use gqa_kernels::attention::latent_mma as kernels;
 use gqa_kernels::attention::split_kv::MAX_SPLITS;
@@ -75,9 +76,11 @@ impl Family for LatentMma {
             return Err(Rejection::Format { got });
         }
         let rows = p.packed_rows();
+        let is_small = has_few_tiles(p, call.device);
         let order = |entry: &Entry| {
             let [tile, threads] = [entry.rows, entry.threads].map(|n| n as usize);
-            [rows.div_ceil(tile), tile, usize::MAX - threads, usize::from(!has_wgmma(entry))]
+            let reads = if is_small { 1 } else { rows.div_ceil(tile) };
+            [reads, tile, usize::MAX - threads, usize::from(!has_wgmma(entry))]
         };
         let entry = select::among(self, call, reads, order)?;
         if self.paged {
@@ -94,6 +97,32 @@ impl Family for LatentMma {
         let grid = kernels::grid(&params, kernel.entry.rows);
         launches(job, kernel, cache, &params, grid)
     }
+}
+
+/// Whether tiles of 16 rows are faster than those of `latent` with 64: up to 16 rows, and of more
+/// on Hopper while there are few. Bounds are from an H200
+/// (`docs/results/2026-11-30-h200-e/latent.md`).
+pub(in crate::plan) fn has_few_tiles(p: &Problem, device: &DeviceInfo) -> bool {
+    const ROWS: usize = 16;
+    const KEYS: u32 = 64;
+    /// Tiles for each SM, where `wgmma` multiplies float8 keys, and else; rows in that case.
+    const BY_WGMMA: usize = 20;
+    const BY_MMA_SYNC: usize = 5;
+    const ROWS_BY_WGMMA: usize = 32;
+    let rows = p.packed_rows();
+    if rows <= ROWS || !device.has(Capability::Wgmma) {
+        return rows <= ROWS;
+    }
+    let by_wgmma = match p.quantized {
+        None => false,
+        Some(how) if p.dtype == DType::BF16 && how.format == QuantFormat::Float8 => true,
+        Some(_) => return false,
+    };
+    let tiles = [rows.div_ceil(ROWS), p.most_keys().div_ceil(KEYS) as usize]
+        .into_iter()
+        .fold(p.batch, usize::saturating_mul);
+    let most = if by_wgmma { BY_WGMMA } else { BY_MMA_SYNC };
+    by_wgmma && rows <= ROWS_BY_WGMMA || tiles <= most * device.multiprocessors as usize
 }
 
 /// Whether the kernel multiplies by `wgmma`, so that it runs on Hopper alone.

@@ -26,6 +26,7 @@ mod tiled_tma;
 mod tiled_wide;
 mod unfused;
 
+use super::device::DeviceInfo;
 use super::family::Sequences::{Long, Short};
 use super::family::{Family, Paged, Sequences};
 use crate::problem::Problem;
@@ -57,28 +58,32 @@ const LATENT_MMA: &dyn Family = &latent_mma::LatentMma { paged: true };
 /// Families for paged KV caches, best first, with the sequences that they take and the calls about
 /// which they are asked (`mixed.rs`).
 pub(super) static PAGED: [Paged; 10] = [
-    paged(&decode_paged::DecodePaged, Short, |p| is_plain(p) && p.head_size <= LARGEST_DECODE_HEAD),
-    paged(&decode_paged_quantized::DecodePagedQuantized, Short, |p| {
+    paged(&decode_paged::DecodePaged, Short, |p, _| {
+        is_plain(p) && p.head_size <= LARGEST_DECODE_HEAD
+    }),
+    paged(&decode_paged_quantized::DecodePagedQuantized, Short, |p, _| {
         !p.latent && p.quantized.is_some()
     }),
-    paged(&hopper_wide::HopperWide { paged: true }, Short, |p| {
+    paged(&hopper_wide::HopperWide { paged: true }, Short, |p, _| {
         is_plain(p) && p.head_size > LARGEST_DECODE_HEAD
     }),
-    paged(LATENT_MMA, Short, |p| p.latent && has_few_rows(p)),
-    paged(&latent::Latent, Short, |p| p.latent),
-    paged(LATENT_MMA, Short, |p| p.latent && !has_few_rows(p)),
-    paged(&hopper_paged_quantized::HopperPagedQuantized, Long, |p| {
+    paged(LATENT_MMA, Short, |p, device| p.latent && latent_mma::has_few_tiles(p, device)),
+    paged(&latent::Latent, Short, |p, _| p.latent),
+    paged(LATENT_MMA, Short, |p, device| p.latent && !latent_mma::has_few_tiles(p, device)),
+    paged(&hopper_paged_quantized::HopperPagedQuantized, Long, |p, _| {
         p.quantized.is_some() && !p.batch_invariant
     }),
-    paged(&hopper_paged::HopperPaged, Long, |p| p.quantized.is_none() && !p.batch_invariant),
-    paged(&blackwell_paged::BlackwellPaged, Long, |p| p.quantized.is_none() && !p.batch_invariant),
-    paged(&tiled_paged::TiledPaged, Long, |p| p.quantized.is_none()),
+    paged(&hopper_paged::HopperPaged, Long, |p, _| p.quantized.is_none() && !p.batch_invariant),
+    paged(&blackwell_paged::BlackwellPaged, Long, |p, _| {
+        p.quantized.is_none() && !p.batch_invariant
+    }),
+    paged(&tiled_paged::TiledPaged, Long, |p, _| p.quantized.is_none()),
 ];
 
 const fn paged(
     family: &'static dyn Family,
     sequences: Sequences,
-    concerns: fn(&Problem) -> bool,
+    concerns: fn(&Problem, &DeviceInfo) -> bool,
 ) -> Paged {
     Paged { family, sequences, concerns }
 }
@@ -89,11 +94,6 @@ pub(super) const LARGEST_DECODE_HEAD: usize = 256;
 /// Whether keys and values are apart, and not quantized.
 fn is_plain(p: &Problem) -> bool {
     !p.latent && p.quantized.is_none()
-}
-
-/// Rows of a latent call up to which `latent_mma` is faster than `latent`, whose tiles have 64.
-fn has_few_rows(p: &Problem) -> bool {
-    p.packed_rows() <= 16
 }
 
 pub(super) use decode::in_halves;
