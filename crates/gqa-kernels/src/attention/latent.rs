@@ -198,8 +198,9 @@ pub fn splits(
     cluster: u32,
     multiprocessors: u32,
 ) -> u32 {
-    /// Bytes that an SM loads in a microsecond where all SMs load.
+    /// Bytes that an SM loads in a microsecond where all SMs load; how much faster one of a few is.
     const LOADED_BYTES: f64 = 33.5e3;
+    const ALONE: f64 = 1.8;
     /// Microseconds of a tile at least, of a CTA besides its tiles, and to start the merge.
     const TILE: f64 = 1.5;
     const START: f64 = 7.0;
@@ -212,8 +213,9 @@ pub fn splits(
     // Row tiles share keys, and a few CTAs the rate of all SMs.
     let sharing = f64::from(row_tiles) / f64::from(p.attention.kv_heads.max(1));
     let tile = |blocks: u64| {
-        let share = blocks.min(multiprocessors) as f64 / multiprocessors as f64;
-        TILE.max(f64::from(KEYS * key_bytes) * share / sharing / LOADED_BYTES)
+        let active = blocks.min(multiprocessors) as f64 / multiprocessors as f64;
+        let share = active.max(1.0 / ALONE) / sharing;
+        TILE.max(f64::from(KEYS * key_bytes) * share / LOADED_BYTES)
     };
     let time = |splits: u32| {
         let blocks = u64::from(row_tiles) * u64::from(batch) * u64::from(splits);
