@@ -98,7 +98,7 @@ mod tree;
 
 pub use cached::Cached;
 pub use division::{MOST_DIVIDED, Part, divides, shortest_part};
-pub use layout::{Blocks, Heads, Layout, Padded, Whole};
+pub use layout::{Blocks, Heads, Layout, Padded, SideBySide, Whole};
 pub use products::{Mma, Products, Wgmma};
 pub use quantized::{Codes, Coding};
 pub use schedule::{

@@ -1,6 +1,7 @@
 //! The attention algorithms.
 
 pub mod blackwell;
+pub mod blackwell_decode;
 pub mod combine;
 pub mod decode;
 pub mod general;

@@ -58,6 +58,26 @@ fn address_and_chunk(address: u32, chunk_bytes: u32) -> u32 {
     (address & ADDRESS) >> 4 | (chunk_bytes >> 4) << 16
 }
 
+/// Descriptor of an MN-major operand of `tcgen05.mma` without swizzle: 16 bytes of each k lie one
+/// behind the other, the next 16 bytes `part_bytes` further on.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+pub fn tensor_rows(address: u32, part_bytes: u32) -> u64 {
+    const VERSION: u32 = 1 << 14;
+    /// From eight k to the next.
+    const GROUP_BYTES: u32 = 128;
+    let low = address_and_chunk(address, GROUP_BYTES);
+    ((VERSION | part_bytes >> 4) as u64) << 32 | low as u64
+}
+
+/// Instruction descriptor of `tcgen05.mma` without the types of its operands: so many rows and
+/// columns, sums in f32; both operands MN-major if `transposed`, else K-major.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+pub fn tensor_shape(rows: u32, columns: u32, transposed: bool) -> u32 {
+    const D_F32: u32 = 1 << 4;
+    const A_AND_B: u32 = 1 << 15 | 1 << 16;
+    D_F32 | if transposed { A_AND_B } else { 0 } | (columns >> 3) << 17 | (rows >> 4) << 24
+}
+
 /// Instruction descriptor of `tcgen05.mma`: A of that many rows and 16 columns, K-major, times B of
 /// as many rows and `columns` columns, MN-major if `transposed`, else K-major; sums in f32.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]

@@ -2,6 +2,7 @@
 //! modules would else be linked with all kernels.
 
 mod blackwell;
+mod blackwell_decode;
 mod decode_quantized;
 mod flash;
 mod general;

@@ -202,7 +202,11 @@ pub struct Blocks {
 impl Blocks {
     /// The layout of all sequences.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub(super) fn new(starts: Global<i32>, table: Global<i32>, p: &PagedDecodeParams) -> Self {
+    pub(in crate::attention) fn new(
+        starts: Global<i32>,
+        table: Global<i32>,
+        p: &PagedDecodeParams,
+    ) -> Self {
         Self {
             starts,
             tokens: p.tokens,
