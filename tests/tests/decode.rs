@@ -86,18 +86,28 @@ fn on(name: &str) -> Sim {
 /// Tiles of 64 rows without `wgmma`, and CTAs of four warps where larger ones do not fit.
 #[test]
 fn decode_is_reference_on_blackwell() {
-    parity("sim, b200, more than 32 rows", 25, tall_steps(200), &on("b200"));
+    parity("sim, thor, more than 32 rows", 25, tall_steps(200), &on("thor"));
     parity("sim, rtx5090", 60, steps(200), &on("rtx5090"));
     parity("sim, rtx5090, more than 32 rows", 25, tall_steps(200), &on("rtx5090"));
     parity("sim, rtx5090, paged", 40, paged_steps(steps(40), 200), &on("rtx5090"));
+}
+
+/// On GPUs with tensor memory, dense and over blocks.
+#[test]
+fn decode_is_reference_with_tensor_memory() {
+    parity("sim, b200, decode", 25, steps(500), &on("b200"));
+    parity("sim, b300, more than 32 rows", 10, tall_steps(200), &on("b300"));
+    parity("sim, b200, paged", 25, paged_steps(steps(40), 400), &on("b200"));
+    let clusters = clusters(16, 1).with_device(DeviceInfo::known("b200").expect("a known device"));
+    parity("sim, b200, clusters of 16", 6, steps(300), &clusters);
 }
 
 /// In clusters, whose reduction buffers reuse the memory of queries and new tokens, and without.
 #[test]
 fn decode_is_reference_by_warps_of_16_rows() {
     let tall = || tall_steps(300);
-    let blackwell = clusters(4, 2).with_device(DeviceInfo::known("b200").expect("a known device"));
-    parity("sim, b200, more than 32 rows, 2 clusters of 4", 15, tall(), &blackwell);
+    let blackwell = clusters(4, 2).with_device(DeviceInfo::known("thor").expect("a known device"));
+    parity("sim, thor, more than 32 rows, 2 clusters of 4", 15, tall(), &blackwell);
     for name in ["a100", "rtx4090"] {
         parity(&format!("sim, {name}, more than 32 rows"), 20, tall(), &on(name));
     }

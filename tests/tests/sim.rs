@@ -200,6 +200,14 @@ fn every_kernel_of_blackwell() {
     every_kernel_on(&b200, 20, "blackwell", |family| BLACKWELL.contains(&family));
 }
 
+/// The same with types of output.
+#[test]
+fn every_kernel_of_decode_with_tensor_memory() {
+    const FAMILIES: [Family; 2] = [Family::BlackwellDecode, Family::BlackwellDecodePaged];
+    let b200 = DeviceInfo::known("b200").expect("a known device");
+    every_kernel_on(&b200, 12, "tensor memory", |family| FAMILIES.contains(&family));
+}
+
 #[test]
 fn every_kernel_of_other_families() {
     let others = [&DECODE[..], &PAGED_DECODE, &HOPPER].concat();

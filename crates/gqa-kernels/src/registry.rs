@@ -220,6 +220,7 @@ pub use family::{Target, number, runs_on};
 
 // A file for each kind of kernel, which the compiler takes apart from the others.
 mod blackwell;
+mod blackwell_decode;
 mod decode;
 mod decode_paged;
 mod decode_quantized;
@@ -314,6 +315,13 @@ families! {
         /// The same over a paged and quantized KV cache.
         DecodePagedQuantized: "decode_paged_quantized", "decode-paged-quantized",
             ["sm_80" ptx 78, "sm_90" ptx 81];
+    }
+    blackwell_decode {
+        /// Decode with tensor memory, behind a launch that rotates and appends.
+        BlackwellDecode: "blackwell_decode", "blackwell-decode", ["sm_100f" ptx 88];
+        /// The same over a paged KV cache.
+        BlackwellDecodePaged: "blackwell_decode_paged", "blackwell-decode-paged",
+            ["sm_100f" ptx 88];
     }
     peers {
         // From SM 90 on a grid may start before the one ahead has ended.

@@ -124,6 +124,7 @@ mod tests {
                 "Blackwell BlackwellPaged Decode DecodePaged DecodePagedQuantized DecodeQuantized \
                  Prologue TiledF32 TiledTma TiledWide",
             ),
+            ("b300", "BlackwellDecode BlackwellDecodePaged Decode Prologue"),
             ("t4", "General Prologue SplitKv Tiled"),
         ] {
             let found = families(device);

@@ -101,6 +101,7 @@ on a100: compute capability 8.0, 108 SMs, 166912 bytes of shared memory per bloc
 positions: implicit, past + row
 
 attention
+  blackwell_decode       refused: does not take float32
   decode_quantized       refused: the KV cache is not quantized
   decode                 refused: does not take float32
   split_kv               refused: does not take float32

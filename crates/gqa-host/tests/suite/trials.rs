@@ -66,6 +66,8 @@ fn calls() -> Vec<(&'static str, Problem)> {
         ("b200", dense(&half, 70)),
         ("b200", paged(&half)),
         ("b200", half.paged(Paged::decode(3, [90, 16, 20])).unwrap()),
+        ("b300", dense(&quantized(QuantFormat::Float8, Scales::PerHead), 1)),
+        ("rtx5090", half.paged(Paged::decode(3, [90, 16, 20])).unwrap()),
         ("a100", dense(&half.clone().window(60).sink(Sink::PerHead), 1)),
         ("a100", dense(&half.clone().softcap(20.0), 70)),
         ("a100", dense(&single, 40)),
@@ -100,6 +102,15 @@ fn right_kernels_agree_with_simpler_ones_and_wrong_results_are_found() {
             tested.insert(entry.family.name());
         }
     }
-    let want = ["decode", "decode_paged", "decode_quantized", "tiled", "tiled_f32", "tiled_paged"];
+    let want = [
+        "blackwell_decode",
+        "blackwell_decode_paged",
+        "decode",
+        "decode_paged",
+        "decode_quantized",
+        "tiled",
+        "tiled_f32",
+        "tiled_paged",
+    ];
     assert!(want.iter().all(|family| tested.contains(family)), "{tested:?}");
 }

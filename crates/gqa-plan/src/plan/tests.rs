@@ -240,8 +240,76 @@ fn flash_attention_wherever_it_can() {
 }
 
 #[test]
-fn blackwell_has_the_decode_steps_that_need_no_wgmma() {
+fn steps_of_data_center_blackwell_have_tensor_memory() {
     let off = PlanOptions::default();
+    let step = |batch, tokens| with(llama(tokens, 4096), |p| p.batch = batch);
+    let of_size = |size| {
+        with(step(1, 1), |p| {
+            (p.head_size, p.v_head_size) = (size, size);
+            p.rotary = p.rotary.map(|rotary| Rotary { dim: 32, ..rotary });
+        })
+    };
+    let append = "unpack_qkv_with_rope_and_append_kv";
+    for (problem, cluster, want) in [
+        (step(1, 1), 8, "blackwell_decode_f16_d128"),
+        (step(4, 32), 4, "blackwell_decode_f16_d128"),
+        (step(18, 2), 1, "blackwell_decode_f16_d128"),
+        (of_size(64), 8, "blackwell_decode_f16_d64"),
+        (of_size(80), 8, "blackwell_decode_f16_d128"),
+        // Two and three tiles of keys.
+        (llama(1, 255), 2, "blackwell_decode_f16_d128"),
+        (llama(1, 300), 2, "blackwell_decode_f16_d128"),
+        (with(step(1, 1), |p| p.window = Some(200)), 2, "blackwell_decode_f16_d128"),
+    ] {
+        for name in ["b200", "b300"] {
+            let launches = plan(&problem, &device(name), &off).unwrap().launches;
+            assert_eq!(launches.iter().map(kernel).collect::<Vec<_>>(), [append, want]);
+            assert_eq!(launches[1].cluster, cluster, "{problem:?}");
+        }
+    }
+    let codes = |p: Problem| quantized(p, QuantFormat::Float8);
+    let blocks = over_blocks(8, 1, 500);
+    let kernels = |p: &Problem| {
+        let launches = plan(p, &device("b200"), &off).unwrap().launches;
+        launches.iter().map(kernel).collect::<Vec<_>>()
+    };
+    let appended = ["append_quantized", "rotary_embedding", "blackwell_decode_f8_f16_d128"];
+    assert_eq!(kernels(&codes(step(1, 1))), appended);
+    assert_eq!(kernels(&blocks), ["paged_append", "blackwell_decode_paged_f16_d128"]);
+    let appended = ["paged_append_quantized", "blackwell_decode_paged_f8_f16_d128"];
+    assert_eq!(kernels(&codes(blocks.clone())), appended);
+    // Keys are not divided by lengths.
+    let many = equal(over_blocks(16, 1, 8000));
+    assert_eq!(plan(&many, &device("b200"), &off).unwrap().launches[1].cluster, 1);
+    let wide = with(step(1, 1), |p| p.out_dtype = DType::F32);
+    assert_eq!(kernels(&wide), [append, "blackwell_decode_f16_d128"]);
+    let why = |p: &Problem, name, family| rejection(p, name, &off, family);
+    let plain = |p: &Problem| why(p, "b200", Family::BlackwellDecode);
+    let paged = |p: &Problem| why(p, "b200", Family::BlackwellDecodePaged);
+    assert_eq!(plain(&step(1, 33)), "132 packed query rows are over 128");
+    assert_eq!(plain(&codes(step(1, 21))), "84 packed query rows are over 80");
+    assert_eq!(plain(&step(19, 1)), "152 row tiles, each reading all keys, are over 148");
+    assert_eq!(
+        plain(&quantized(step(1, 1), QuantFormat::Int8)),
+        "does not take a KV cache of int8"
+    );
+    let uneven = with_pages(over_blocks(8, 2, 500), |pages| Pages { one_each: false, ..pages });
+    assert_eq!(paged(&uneven), "does not take cos_cache");
+    let still = with(uneven, |p| p.rotary = None);
+    assert_eq!(kernels(&still), ["paged_append", "blackwell_decode_paged_f16_d128"]);
+    let of_thor = why(&step(1, 1), "thor", Family::BlackwellDecode);
+    assert_eq!(of_thor, "is not compiled for compute capability 11.0");
+}
+
+/// What is planned where kernels with tensor memory are not trusted.
+fn without_tensor_memory() -> PlanOptions {
+    let families = [Family::BlackwellDecode, Family::BlackwellDecodePaged];
+    PlanOptions { distrusted: families.into(), ..PlanOptions::default() }
+}
+
+#[test]
+fn blackwell_has_the_decode_steps_that_need_no_wgmma() {
+    let off = without_tensor_memory();
     let step = |batch, tokens| with(llama(tokens, 4096), |p| p.batch = batch);
     for (batch, tokens, name, want) in [
         (1, 1, "b200", "decode_f16_d128_r8"),
@@ -1121,7 +1189,8 @@ fn what_is_switched_off_leaves_the_unfused_kernels() {
     let error = plan(&double, &device("h200"), &off).unwrap_err().to_string();
     assert_eq!(
         error,
-        "no kernel takes this call: decode_quantized switched off by GQA_DISABLE_FLASH_ATTENTION; \
+        "no kernel takes this call: blackwell_decode switched off by GQA_DISABLE_FLASH_ATTENTION; \
+         decode_quantized switched off by GQA_DISABLE_FLASH_ATTENTION; \
          decode switched off by GQA_DISABLE_FLASH_ATTENTION; split_kv switched off by GQA_DISABLE_FLASH_ATTENTION; \
          split_kv_masked switched off by GQA_DISABLE_FLASH_ATTENTION; \
          hopper_float8 switched off by GQA_DISABLE_FLASH_ATTENTION; \
@@ -1256,7 +1325,7 @@ fn problems() -> impl Iterator<Item = Problem> {
 /// except for quantized rows that are not multiples of a vector.
 #[test]
 fn a_step_pads_heads_that_have_no_kernel_of_their_own() {
-    let off = PlanOptions::default();
+    let off = without_tensor_memory();
     let of_size = |p: Problem, size| {
         with(p, |p| {
             p.head_size = size;
@@ -2364,7 +2433,15 @@ fn check(plan: &Plan, launch: &Launch) {
             Family::DecodePaged | Family::DecodePagedQuantized => {
                 decode_paged_reach(name, launch, element)
             }
-            Family::Decode | Family::DecodeQuantized => decode_reach(name, launch, element),
+            Family::BlackwellDecode | Family::BlackwellDecodePaged
+                if ["k_scale", "v_scale"].contains(name) =>
+            {
+                scales_of(&plan.problem, arg)
+            }
+            Family::BlackwellDecodePaged => decode_paged_reach(name, launch, element),
+            Family::Decode | Family::DecodeQuantized | Family::BlackwellDecode => {
+                decode_reach(name, launch, element)
+            }
             Family::HopperPaged => hopper_paged_reach(name, launch, element),
             Family::BlackwellPaged => blackwell_paged_reach(name, launch, element),
             Family::Blackwell => {
@@ -2616,6 +2693,8 @@ fn decode_paged_reach(name: &str, launch: &Launch, element: usize) -> usize {
         "block_table" => (a.batch * paged.per_sequence) as usize * 4,
         "q" => tokens(a.q, a.q_heads),
         "out" => tokens(a.out, a.q_heads),
+        "out_f32" => tokens(a.out, a.q_heads) / element * 4,
+        "out_f8" => tokens(a.out, a.q_heads) / element,
         "lse" => (a.q_heads * paged.tokens) as usize * 4,
         "tree_mask" => paged.tokens as usize * 8,
         "new_k" => tokens(p.new_k, a.kv_heads),

@@ -162,12 +162,14 @@ mod tests {
     fn a_family_that_is_wrong_is_replaced_by_the_next_one() {
         let b200 = || (device("b200"), PlanOptions::default());
         let (all_right, _) = planner(b200().0, b200().1, &[]);
-        assert_eq!(families(&all_right.plan(&step()).unwrap()), ["decode"]);
-        let (some, told) = planner(b200().0, b200().1, &[Family::Decode, Family::Tiled]);
+        let first = families(&all_right.plan(&step()).unwrap());
+        assert_eq!(first, ["prologue", "blackwell_decode"]);
+        let wrong = [Family::BlackwellDecode, Family::Decode, Family::Tiled];
+        let (some, told) = planner(b200().0, b200().1, &wrong);
         let plan = some.plan(&step()).unwrap();
         assert_eq!(families(&plan), ["prologue", "split_kv", "split_kv"]);
         assert!(Arc::ptr_eq(&some.plan(&step()).unwrap(), &plan));
-        assert_eq!(*told.asked.lock().unwrap(), ["decode", "split_kv"]);
+        assert_eq!(*told.asked.lock().unwrap(), ["blackwell_decode", "decode", "split_kv"]);
         let of_decode = |decision: &&Decision| decision.family == Family::Decode;
         let outcome = plan.decisions().iter().find(of_decode).unwrap().outcome.clone();
         assert_eq!(outcome.unwrap_err(), Rejection::Distrusted { sm: 100 });

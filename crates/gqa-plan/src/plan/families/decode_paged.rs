@@ -158,7 +158,7 @@ pub(in crate::plan) fn schedule(step: &Launch) -> Option<Result<Launch>> {
 }
 
 /// The cache is (block, row, head), and the output's rows are tokens.
-fn attention_params(job: &Job<'_>, cache: Strides) -> Result<AttentionParams> {
+pub(super) fn attention_params(job: &Job<'_>, cache: Strides) -> Result<AttentionParams> {
     let params = params(job.problem, job.rows.query.strides, 1)?;
     let cache = Strides { batch: 0, ..cache };
     let out = Strides { batch: 0, ..params.out };
@@ -166,7 +166,7 @@ fn attention_params(job: &Job<'_>, cache: Strides) -> Result<AttentionParams> {
 }
 
 /// What a paged decode step is told besides.
-fn paged_params(
+pub(super) fn paged_params(
     decode: DecodeParams,
     cache: Strides,
     pages: Pages,

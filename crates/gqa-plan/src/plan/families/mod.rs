@@ -1,6 +1,7 @@
 //! The kernel families, one file each.
 
 mod blackwell;
+mod blackwell_decode;
 mod blackwell_paged;
 mod decode;
 mod decode_paged;
@@ -32,7 +33,8 @@ use super::family::{Family, Paged, Sequences};
 use crate::problem::Problem;
 
 /// Families for contiguous KV caches, best first: the order in which the cascade asks them.
-pub(super) static CONTIGUOUS: [&dyn Family; 18] = [
+pub(super) static CONTIGUOUS: [&dyn Family; 19] = [
+    &blackwell_decode::BlackwellDecode { paged: false },
     &decode_quantized::DecodeQuantized,
     &decode::Decode,
     &split_kv::SplitKv,
@@ -57,7 +59,8 @@ const LATENT_MMA: &dyn Family = &latent_mma::LatentMma { paged: true };
 
 /// Families for paged KV caches, best first, with the sequences that they take and the calls about
 /// which they are asked (`mixed.rs`).
-pub(super) static PAGED: [Paged; 10] = [
+pub(super) static PAGED: [Paged; 11] = [
+    paged(&blackwell_decode::BlackwellDecode { paged: true }, Short, |p, _| !p.latent),
     paged(&decode_paged::DecodePaged, Short, |p, _| {
         is_plain(p) && p.head_size <= LARGEST_DECODE_HEAD
     }),
