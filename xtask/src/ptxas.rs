@@ -31,7 +31,7 @@ const TARGETS: [&str; 5] = ["sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_120a"];
 /// 64 keys. `append_dequantized` and `paged_append` have four CTAs to an SM, which on Hopper is
 /// faster even with spills than three are without
 /// (`docs/results/2026-11-28-h200-float8-keys`, `2026-11-28-h200-batches`).
-const SPILLS: [(&str, &str, u32); 114] = [
+const SPILLS: [(&str, &str, u32); 112] = [
     ("gqa_append_dequantized", "sm_75", 128),
     ("gqa_append_dequantized", "sm_80", 128),
     ("gqa_append_dequantized", "sm_89", 128),
@@ -74,8 +74,6 @@ const SPILLS: [(&str, &str, u32); 114] = [
     ("gqa_decode_paged_d256_r8", "sm_100a", 8),
     ("gqa_decode_paged_d256_r8", "sm_103a", 8),
     ("gqa_decode_paged_d256_r8", "sm_120a", 60),
-    ("gqa_decode_paged_d256_r8_w4", "sm_89", 8),
-    ("gqa_decode_paged_d256_r8_w4", "sm_120a", 80),
     ("gqa_decode_paged_d256_r64_mma", "sm_120a", 16),
     ("gqa_decode_paged_d256_r64_mma_w4", "sm_120a", 8),
     ("gqa_decode_paged_i4_d256_r16", "sm_80", 80),

@@ -48,7 +48,6 @@ decode_kernels!(DECODE, "decode", {
     gqa_decode_f16_d128_r8, gqa_decode_bf16_d128_r8 => decode::D128<1>, 1;
     gqa_decode_f16_d128_r8_w4, gqa_decode_bf16_d128_r8_w4 => decode::D128W4<1>, 2;
     gqa_decode_f16_d128_r16, gqa_decode_bf16_d128_r16 => decode::D128<2>, 1;
-    gqa_decode_f16_d128_r16_w4, gqa_decode_bf16_d128_r16_w4 => decode::D128W4<2>, 2;
     gqa_decode_f16_d128_r32, gqa_decode_bf16_d128_r32 => decode::D128R32, 1;
     gqa_decode_f16_d128_r32_w4, gqa_decode_bf16_d128_r32_w4 => decode::D128R32W4, 2;
     gqa_decode_f16_d128_r64_mma, gqa_decode_bf16_d128_r64_mma => decode::D128R64Mma, 1;
@@ -58,7 +57,6 @@ decode_kernels!(DECODE, "decode", {
     gqa_decode_f16_d192_r16, gqa_decode_bf16_d192_r16 => decode::D192<2>, 1;
     gqa_decode_f16_d192_r16_w4, gqa_decode_bf16_d192_r16_w4 => decode::D192W4<2>, 2;
     gqa_decode_f16_d256_r8, gqa_decode_bf16_d256_r8 => decode::D256<1>, 1;
-    gqa_decode_f16_d256_r8_w4, gqa_decode_bf16_d256_r8_w4 => decode::D256W4<1>, 2;
     gqa_decode_f16_d256_r16, gqa_decode_bf16_d256_r16 => decode::D256<2>, 1;
     gqa_decode_f16_d256_r16_w4, gqa_decode_bf16_d256_r16_w4 => decode::D256W4<2>, 2;
     gqa_decode_f16_d256_r64_mma, gqa_decode_bf16_d256_r64_mma => decode::D256R64Mma, 1;

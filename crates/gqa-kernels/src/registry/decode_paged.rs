@@ -37,13 +37,11 @@ decode_paged_kernels!(DECODE_PAGED, "decode-paged", {
     gqa_decode_paged_f16_d128_r8, gqa_decode_paged_bf16_d128_r8 => decode::D128<1>, 1;
     gqa_decode_paged_f16_d128_r8_w4, gqa_decode_paged_bf16_d128_r8_w4 => decode::D128W4<1>, 2;
     gqa_decode_paged_f16_d128_r16, gqa_decode_paged_bf16_d128_r16 => decode::D128<2>, 1;
-    gqa_decode_paged_f16_d128_r16_w4, gqa_decode_paged_bf16_d128_r16_w4 => decode::D128W4<2>, 2;
     gqa_decode_paged_f16_d128_r32, gqa_decode_paged_bf16_d128_r32 => decode::D128R32, 1;
     gqa_decode_paged_f16_d128_r32_w4, gqa_decode_paged_bf16_d128_r32_w4 => decode::D128R32W4, 2;
     gqa_decode_paged_f16_d128_r64_mma, gqa_decode_paged_bf16_d128_r64_mma => decode::D128R64Mma, 1;
     gqa_decode_paged_f16_d128_r64_mma_w4, gqa_decode_paged_bf16_d128_r64_mma_w4 => decode::D128R64MmaW4, 1;
     gqa_decode_paged_f16_d256_r8, gqa_decode_paged_bf16_d256_r8 => decode::D256<1>, 1;
-    gqa_decode_paged_f16_d256_r8_w4, gqa_decode_paged_bf16_d256_r8_w4 => decode::D256W4<1>, 2;
     gqa_decode_paged_f16_d256_r16, gqa_decode_paged_bf16_d256_r16 => decode::D256<2>, 1;
     gqa_decode_paged_f16_d256_r16_w4, gqa_decode_paged_bf16_d256_r16_w4 => decode::D256W4<2>, 2;
     gqa_decode_paged_f16_d256_r64_mma, gqa_decode_paged_bf16_d256_r64_mma => decode::D256R64Mma, 1;
@@ -92,7 +90,6 @@ decode_paged_quantized_kernels!(DECODE_PAGED_QUANTIZED, {
     gqa_decode_paged_q8_f16_d128_r16_w4, gqa_decode_paged_q8_bf16_d128_r16_w4 => decode::D128Quantized8W4<2>, Bits8, 2;
     gqa_decode_paged_q8_f16_d256_r8, gqa_decode_paged_q8_bf16_d256_r8 => decode::D256Quantized8<1>, Bits8, 1;
     gqa_decode_paged_q8_f16_d256_r16, gqa_decode_paged_q8_bf16_d256_r16 => decode::D256Quantized8<2>, Bits8, 1;
-    gqa_decode_paged_q8_f16_d256_r8_w4, gqa_decode_paged_q8_bf16_d256_r8_w4 => decode::D256Quantized8W4<1>, Bits8, 2;
     gqa_decode_paged_i4_f16_d64_r8, gqa_decode_paged_i4_bf16_d64_r8 => decode::D64Quantized4<1>, Bits4, 1;
     gqa_decode_paged_i4_f16_d64_r16, gqa_decode_paged_i4_bf16_d64_r16 => decode::D64Quantized4<2>, Bits4, 1;
     gqa_decode_paged_i4_f16_d64_r16_w4, gqa_decode_paged_i4_bf16_d64_r16_w4 => decode::D64Quantized4W4<2>, Bits4, 2;

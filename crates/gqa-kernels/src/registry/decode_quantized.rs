@@ -34,7 +34,6 @@ decode_quantized_kernels!(DECODE_QUANTIZED, {
     gqa_decode_q8_f16_d128_r16_w4, gqa_decode_q8_bf16_d128_r16_w4 => decode::D128Quantized8W4<2>, Bits8, 2;
     gqa_decode_q8_f16_d256_r8, gqa_decode_q8_bf16_d256_r8 => decode::D256Quantized8<1>, Bits8, 1;
     gqa_decode_q8_f16_d256_r16, gqa_decode_q8_bf16_d256_r16 => decode::D256Quantized8<2>, Bits8, 1;
-    gqa_decode_q8_f16_d256_r8_w4, gqa_decode_q8_bf16_d256_r8_w4 => decode::D256Quantized8W4<1>, Bits8, 2;
     gqa_decode_i4_f16_d64_r8, gqa_decode_i4_bf16_d64_r8 => decode::D64Quantized4<1>, Bits4, 1;
     gqa_decode_i4_f16_d64_r16, gqa_decode_i4_bf16_d64_r16 => decode::D64Quantized4<2>, Bits4, 1;
     gqa_decode_i4_f16_d64_r16_w4, gqa_decode_i4_bf16_d64_r16_w4 => decode::D64Quantized4W4<2>, Bits4, 2;

@@ -320,11 +320,11 @@ fn blackwell_has_the_decode_steps_that_need_no_wgmma() {
         (1, 16, "b200", "decode_f16_d128_r32"),
         (1, 16, "h200", "decode_f16_d128_r64"),
         // Half of 64 rows would stay empty.
-        (8, 8, "rtx5090", "decode_f16_d128_r16_w4"),
+        (8, 8, "rtx5090", "decode_padded_f16_d128_r16_w4"),
         (8, 16, "rtx5090", "decode_f16_d128_r64_mma_w4"),
         // No room for blocks of eight warps.
         (1, 1, "rtx5090", "decode_f16_d128_r8_w4"),
-        (1, 4, "gb10", "decode_f16_d128_r16_w4"),
+        (1, 4, "gb10", "decode_padded_f16_d128_r16_w4"),
     ] {
         let plan = plan(&step(batch, tokens), &device(name), &off).unwrap();
         let kernels: Vec<_> = plan.launches.iter().map(kernel).collect();
@@ -455,7 +455,7 @@ fn a_token_step_is_one_launch_without_clusters_too() {
         (quantized(llama(1, 8191), CODES[1]), "rtx3090", "decode_i4_f16_d128_r8"),
         (quantized(llama(1, 8191), CODES[2]), "rtx5090", "decode_q8_f16_d128_r16_w4"),
         (over_blocks(8, 1, 500), "a100", "decode_paged_f16_d128_r8"),
-        (over_blocks(8, 4, 500), "rtx3090", "decode_paged_f16_d128_r16_w4"),
+        (over_blocks(8, 4, 500), "rtx3090", "decode_paged_padded_f16_d128_r16_w4"),
         (quantized(over_blocks(8, 1, 500), CODES[0]), "l4", "decode_paged_q8_f16_d128_r16_w4"),
     ] {
         let plan = plan(&problem, &device(name), &off).unwrap();
@@ -1715,7 +1715,8 @@ fn tokens_beside_a_prompt_have_a_kernel_of_their_own() {
         assert_eq!((many.primary, many.secondary, many.is_secondary), (66, 132 - 66, helps));
     }
     // Four tokens per sequence fill sixteen rows, eight fill 32.
-    for (tokens, step) in [(4, "decode_paged_f16_d128_r16_w4"), (8, "decode_paged_f16_d128_r32_w4")]
+    for (tokens, step) in
+        [(4, "decode_paged_padded_f16_d128_r16_w4"), (8, "decode_paged_f16_d128_r32_w4")]
     {
         let several = mixed(512 + 31 * tokens);
         assert_eq!(kernels(&several, &off), ["paged_append", prompt, step, prompt]);
@@ -1741,7 +1742,7 @@ fn single_tokens_take_the_smallest_row_tile() {
     };
     assert_eq!(kernel(40 + 4 * 128), Some("decode_paged_f16_d128_r8_w4"));
     assert_eq!(kernel(40 + 4 * 100), Some("decode_paged_f16_d128_r8_w4"));
-    assert_eq!(kernel(41 * 3 + 3 * 128), Some("decode_paged_f16_d128_r16_w4"));
+    assert_eq!(kernel(41 * 3 + 3 * 128), Some("decode_paged_padded_f16_d128_r16_w4"));
 }
 
 /// A cache without room for as many keys of every sequence says that lengths differ.

@@ -133,9 +133,6 @@ pub type D64Quantized8W4<const HALVES: usize> =
 /// Head size 128, 8-bit values, less shared memory.
 pub type D128Quantized8W4<const HALVES: usize> =
     shape!(head 128, rows 8 * HALVES, keys 32, warps 4, stages 1, bits 8);
-/// Head size 256, 8-bit values, less shared memory.
-pub type D256Quantized8W4<const HALVES: usize> =
-    shape!(head 256, rows 8 * HALVES, keys 16, warps 4, stages 1, bits 8);
 /// Head size 64, 4-bit values, less shared memory.
 pub type D64Quantized4W4<const HALVES: usize> =
     shape!(head 64, rows 8 * HALVES, keys 64, warps 4, stages 2, bits 4);

@@ -76,8 +76,8 @@ pub(super) fn choose(module: registry::Family, call: &Call<'_>) -> Result<Kernel
     shape(call, entry)
 }
 
-/// The kernel for the call's type, head size and rows: one that pads heads only where none has
-/// their size, as few row tiles as there can be, of 64 rows only where half of them are in use (and
+/// The kernel for the call's type, head size and rows: one of a larger head size only where none
+/// has theirs, as few row tiles as there can be, of 64 rows only where half of them are in use (and
 /// without `wgmma` where more tiles would read the memory more often), and blocks of half the size
 /// only where the device has no room for whole ones. Of kernels that differ in their instructions
 /// alone it is the one for the newest target.
@@ -102,17 +102,17 @@ fn entry(module: registry::Family, call: &Call<'_>) -> Result<&'static Entry, Re
         let is_forced = |entry: &Entry| call.forced.is_none_or(|forced| entry.name == forced.name);
         written().filter(move |entry| holds(entry, p.head_size) && is_forced(entry))
     };
-    let smallest = holding().min_by_key(|entry| (entry.pads, entry.shared_bytes));
+    let smallest = holding().min_by_key(|entry| (entry.head_size, entry.shared_bytes));
     let smallest = smallest.ok_or(Rejection::OtherHeadSize { got: p.head_size })?;
     let tiles = |entry: &Entry| p.packed_rows().div_ceil(entry.rows as usize);
     let suited = || holding().filter(|entry| runs_on(entry, call.device).is_ok());
     let order = |entry: &&Entry| {
-        let padding = (entry.pads, entry.head_size);
+        let padding = entry.head_size;
         let is_wide = entry.rows > 32;
         let mostly_empty = is_wide && p.packed_rows() <= 32;
         let is_slow = is_wide && !has_wgmma(entry) && row_tiles_share_keys(call, MOST_TILES);
         let newest = Reverse(newest_target(entry, call.device));
-        let size = (entry.min_blocks, entry.rows);
+        let size = (entry.min_blocks, entry.rows, entry.pads);
         (padding, mostly_empty, is_slow, tiles(entry), size, newest, Reverse(entry.threads))
     };
     let Some(chosen) = suited().min_by_key(order) else {
@@ -140,7 +140,7 @@ fn newest_target(entry: &Entry, device: &DeviceInfo) -> Option<(u32, bool)> {
 }
 
 /// Whether a kernel takes a head size: its own, or with padding a smaller one whose cached rows are
-/// whole vectors.
+/// whole vectors. A kernel that pads is as fast on heads of its own size as one that does not.
 fn holds(entry: &Entry, head_size: usize) -> bool {
     let [most, per_vector] = [entry.head_size, 8 * values_per_element(entry)].map(|n| n as usize);
     most == head_size || entry.pads && most > head_size && head_size % per_vector == 0
@@ -211,18 +211,20 @@ fn values_per_element(entry: &Entry) -> u32 {
     }
 }
 
-/// The same kernel, or one for more rows, in blocks of half the size, if an SM has room for two.
+/// The same kernel, or one for more rows or that also pads, in blocks of half the size, if an SM has
+/// room for two.
 fn half_of(entry: &Entry, device: &DeviceInfo) -> Option<&'static Entry> {
     let is_half = |other: &&Entry| {
         other.family == entry.family
             && (other.dtype, other.formats) == (entry.dtype, entry.formats)
-            && (other.head_size, other.pads) == (entry.head_size, entry.pads)
+            && other.head_size == entry.head_size
+            && other.pads >= entry.pads
             && other.rows >= entry.rows
             && other.arguments == entry.arguments
             && other.min_blocks == 2
     };
     let fits = |half: &&Entry| select::fits_twice(half, device);
-    entries().filter(is_half).min_by_key(|half| half.rows).filter(fits)
+    entries().filter(is_half).min_by_key(|half| (half.rows, half.pads)).filter(fits)
 }
 
 /// The same step in blocks of half an SM, each with all keys of its rows, if there are such.
