@@ -16,11 +16,8 @@ kernels_by_head_size!(SPLIT_KV, SplitKv: Attention, "split-kv",
 }, unless quick {
     gqa_split_kv_f16_d32, gqa_split_kv_bf16_d32 => split_kv::D32, 4;
     gqa_split_kv_f16_d64, gqa_split_kv_bf16_d64 => split_kv::D64, 4;
-    gqa_split_kv_f16_d80, gqa_split_kv_bf16_d80 => split_kv::D80, 3;
     gqa_split_kv_f16_d96, gqa_split_kv_bf16_d96 => split_kv::D96, 3;
-    gqa_split_kv_f16_d160, gqa_split_kv_bf16_d160 => split_kv::D160, 3;
     gqa_split_kv_f16_d192, gqa_split_kv_bf16_d192 => split_kv::D192, 3;
-    gqa_split_kv_f16_d224, gqa_split_kv_bf16_d224 => split_kv::D224, 2;
     gqa_split_kv_f16_d256, gqa_split_kv_bf16_d256 => split_kv::D256, 2;
 });
 
