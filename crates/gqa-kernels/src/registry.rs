@@ -22,13 +22,17 @@
 /// (`entries!`). What all rows have in common may come before them: `each { head_size, …
 /// }, { NAME => BODY, T = TYPE; }`.
 macro_rules! kernels {
-    ($table:ident, $family:ident: $role:ident, $module:literal, $args:tt, each $spec:tt, { $($(#[$meta:meta])* $name:ident => $body:expr, $t:ident = $ty:ty;)* }) => {
-        kernels!($table, $family: $role, $module, $args, { $($(#[$meta])* $name => $body, $t = $ty, $spec;)* });
+    ($table:ident, $family:ident: $role:ident, $module:literal, $args:tt, each $spec:tt,
+        { $($(#[$meta:meta])* $name:ident => $body:expr, $t:ident = $ty:ty;)* }) => {
+        kernels!($table, $family: $role, $module, $args,
+            { $($(#[$meta])* $name => $body, $t = $ty, $spec;)* });
     };
-    ($table:ident, $family:ident: $role:ident, $module:literal, ([$($map:tt)*] $($args:tt)*), { $($rows:tt)* }) => {
+    ($table:ident, $family:ident: $role:ident, $module:literal, ([$($map:tt)*] $($args:tt)*),
+        { $($rows:tt)* }) => {
         entries!({} {} [$($args)*] ([$($map)*] $table, $family: $role, $module, { $($rows)* }));
     };
-    ($table:ident, $family:ident: $role:ident, $module:literal, ($($args:tt)*), { $($rows:tt)* }) => {
+    ($table:ident, $family:ident: $role:ident, $module:literal, ($($args:tt)*),
+        { $($rows:tt)* }) => {
         entries!({} {} [$($args)*] ([] $table, $family: $role, $module, { $($rows)* }));
     };
 }
@@ -71,7 +75,9 @@ macro_rules! entries {
         )*
         #[cfg(not(target_arch = "nvptx64"))]
         static $table: &[crate::registry::Entry] = &[
-            $($(#[$meta])* host_entry!($name, $body, $t = $ty, $family: $role, $module, $args, $spec),)*
+            $($(#[$meta])* host_entry!(
+                $name, $body, $t = $ty, $family: $role, $module, $args, $spec
+            ),)*
         ];
     };
 }
@@ -86,7 +92,11 @@ macro_rules! device_entry {
         )
     ) => {
         #[unsafe(no_mangle)]
-        unsafe extern "ptx-kernel" fn $name($($map: crate::simt::TensorMapParam,)* $($arg: crate::simt::Global<$aty>,)* $p: $pty) {
+        unsafe extern "ptx-kernel" fn $name(
+            $($map: crate::simt::TensorMapParam,)*
+            $($arg: crate::simt::Global<$aty>,)*
+            $p: $pty
+        ) {
             $(
                 let _ = $map;
                 let $map = crate::simt::tensor_map_param!($name, $i);
@@ -104,8 +114,11 @@ macro_rules! host_entry {
             [$($map:ident $i:literal),*]
             { $($arg:ident: $aty:ty,)* } { $($taken:expr,)* } $p:ident: $pty:ty
         ),
-     { head_size: $head:expr, rows: $rows:expr, keys: $keys:expr, threads: $threads:expr, min_blocks: $min_blocks:expr, shared: $shared:expr, hot: $hot:expr, min_sm: $sm:expr
-       $(, cluster: $cluster:expr)? $(, pads: $pads:expr)? $(, communicates: $communicates:expr)? $(, formats: $formats:expr)? $(, outputs: [$($output:ident),*])? $(, exact_sums: $exact_sums:literal)? $(, value_size: $value_size:expr)? }) => {
+     { head_size: $head:expr, rows: $rows:expr, keys: $keys:expr, threads: $threads:expr,
+       min_blocks: $min_blocks:expr, shared: $shared:expr, hot: $hot:expr, min_sm: $sm:expr
+       $(, cluster: $cluster:expr)? $(, pads: $pads:expr)? $(, communicates: $communicates:expr)?
+       $(, formats: $formats:expr)? $(, outputs: [$($output:ident),*])?
+       $(, exact_sums: $exact_sums:literal)? $(, value_size: $value_size:expr)? }) => {
         crate::registry::Entry {
             name: stringify!($name),
             family: crate::registry::Family::$family,
@@ -113,7 +126,10 @@ macro_rules! host_entry {
             role: crate::registry::Role::$role,
             dtype: <$ty as crate::num::Element>::DTYPE,
             formats: optional!(&[] $(, $formats)?),
-            outputs: optional!(&[crate::registry::Output::Element] $(, &[$(crate::registry::Output::$output),*])?),
+            outputs: optional!(
+                &[crate::registry::Output::Element]
+                $(, &[$(crate::registry::Output::$output),*])?
+            ),
             exact_sums: optional!(false $(, $exact_sums)?),
             head_size: $head,
             value_size: optional!($head $(, $value_size)?),
@@ -140,7 +156,8 @@ macro_rules! host_entry {
                 fn simulate(arguments: &gqa_sim::Arguments) {
                     let mut next = 0..;
                     $(let $map = arguments.tensor_map(next.next().unwrap_or_default());)*
-                    $(let $arg: crate::simt::Global<$aty> = arguments.global(next.next().unwrap_or_default());)*
+                    $(let $arg: crate::simt::Global<$aty> =
+                        arguments.global(next.next().unwrap_or_default());)*
                     let $p: $pty = arguments.params(next.next().unwrap_or_default());
                     $body($($map,)* $($taken,)* $p)
                 }
@@ -177,31 +194,44 @@ macro_rules! oldest_sm {
 /// NAME => SHAPE, blocks that fit on an SM together`, and then what is special about it. A `quick`
 /// device build leaves out the second set.
 macro_rules! kernels_by_head_size {
-    ($table:ident, $family:ident: $role:ident, $module:literal, $args:tt, communicates: $communicates:literal, { $($quick:tt)* }, $($rest:tt)*) => {
-        kernels_by_head_size!($table, $family: $role, $module, $args, communicates: $communicates, outputs: [Element], { $($quick)* }, $($rest)*);
+    ($table:ident, $family:ident: $role:ident, $module:literal, $args:tt,
+        communicates: $communicates:literal, { $($quick:tt)* }, $($rest:tt)*) => {
+        kernels_by_head_size!($table, $family: $role, $module, $args, communicates: $communicates,
+            outputs: [Element], { $($quick)* }, $($rest)*);
     };
-    ($table:ident, $family:ident: $role:ident, $module:literal, $args:tt, communicates: $communicates:literal, outputs: $outputs:tt, { $($quick:tt)* }, unless quick { $($full:tt)* }) => {
-        kernels_by_head_size!(@rows $table, $family: $role, $module, $args, $communicates, $outputs, {
+    ($table:ident, $family:ident: $role:ident, $module:literal, $args:tt,
+        communicates: $communicates:literal, outputs: $outputs:tt, { $($quick:tt)* },
+        unless quick { $($full:tt)* }) => {
+        kernels_by_head_size!(@rows $table, $family: $role, $module, $args, $communicates,
+            $outputs, {
             @(all()) $($quick)*
             @(not(all(target_arch = "nvptx64", feature = "quick"))) $($full)*
         });
     };
-    (@rows $table:ident, $family:ident: $role:ident, $module:literal, $args:tt, $communicates:literal, $outputs:tt, {
-        $(@($when:meta) $($f16:ident, $bf16:ident => $shape:ty, $min_blocks:literal $(, exact_sums: $exact:literal)? $(, value_size: $values:literal)?;)*)*
+    (@rows $table:ident, $family:ident: $role:ident, $module:literal, $args:tt,
+        $communicates:literal, $outputs:tt, {
+        $(@($when:meta) $(
+            $f16:ident, $bf16:ident => $shape:ty, $min_blocks:literal
+            $(, exact_sums: $exact:literal)? $(, value_size: $values:literal)?;
+        )*)*
     }) => {
         kernels!($table, $family: $role, $module, $args, { $($(
             #[cfg($when)]
             $f16 => <$shape>::run, T = f16, {
-                head_size: <$shape>::HEAD_SIZE, rows: <$shape>::ROWS, keys: <$shape>::KEYS, threads: <$shape>::THREADS,
+                head_size: <$shape>::HEAD_SIZE, rows: <$shape>::ROWS, keys: <$shape>::KEYS,
+                threads: <$shape>::THREADS,
                 min_blocks: $min_blocks, shared: <$shape>::SHARED_BYTES, hot: true,
                 min_sm: oldest_sm!($shape, f16),
-                communicates: $communicates, outputs: $outputs $(, exact_sums: $exact)? $(, value_size: $values)? };
+                communicates: $communicates, outputs: $outputs $(, exact_sums: $exact)?
+                $(, value_size: $values)? };
             #[cfg($when)]
             $bf16 => <$shape>::run, T = bf16, {
-                head_size: <$shape>::HEAD_SIZE, rows: <$shape>::ROWS, keys: <$shape>::KEYS, threads: <$shape>::THREADS,
+                head_size: <$shape>::HEAD_SIZE, rows: <$shape>::ROWS, keys: <$shape>::KEYS,
+                threads: <$shape>::THREADS,
                 min_blocks: $min_blocks, shared: <$shape>::SHARED_BYTES, hot: true,
                 min_sm: oldest_sm!($shape, bf16),
-                communicates: $communicates, outputs: $outputs $(, exact_sums: $exact)? $(, value_size: $values)? };
+                communicates: $communicates, outputs: $outputs $(, exact_sums: $exact)?
+                $(, value_size: $values)? };
         )*)* });
     };
 }

@@ -10,17 +10,25 @@ pub(super) static TABLES: &[&[super::Entry]] = &[DECODE, DECODE_WARPGROUP];
 /// Table rows of the decode kernels, for both 16-bit types: `F16 NAME, BF16 NAME => SHAPE, CTAs per
 /// SM`.
 macro_rules! decode_kernels {
-    ($table:ident, $module:literal, { $($f16:ident, $bf16:ident => $shape:ty, $min_blocks:literal;)* }) => {
-        decode_kernels!(@rows $table, $module, { $($f16: f16 => $shape, $min_blocks; $bf16: bf16 => $shape, $min_blocks;)* });
+    ($table:ident, $module:literal,
+        { $($f16:ident, $bf16:ident => $shape:ty, $min_blocks:literal;)* }) => {
+        decode_kernels!(@rows $table, $module,
+            { $($f16: f16 => $shape, $min_blocks; $bf16: bf16 => $shape, $min_blocks;)* });
     };
-    (@rows $table:ident, $module:literal, { $($name:ident: $t:ident => $shape:ty, $min_blocks:literal;)* }) => {
+    (@rows $table:ident, $module:literal,
+        { $($name:ident: $t:ident => $shape:ty, $min_blocks:literal;)* }) => {
         kernels!($table, Decode: Attention, $module,
-            (q: T, new_k: T, new_v: T, cos: T, sin: T, position_ids: i64, seqlens_k: i32, head_sink: T, tree_mask: i64, k: T, v: T,
-             out: T, out_f32: f32, out_f8: e4m3, out_scale: f32, lse: f32, partial_out: f32, partial_states: [f32; 2], arrivals: u32; p: DecodeParams), { $(
+            (q: T, new_k: T, new_v: T, cos: T, sin: T, position_ids: i64, seqlens_k: i32,
+             head_sink: T, tree_mask: i64, k: T, v: T,
+             out: T, out_f32: f32, out_f8: e4m3, out_scale: f32, lse: f32, partial_out: f32,
+             partial_states: [f32; 2], arrivals: u32; p: DecodeParams), { $(
             $name => <$shape>::run, T = $t, {
-                head_size: <$shape>::HEAD_SIZE, rows: <$shape>::ROWS, keys: <$shape>::KEYS, threads: <$shape>::THREADS,
-                min_blocks: $min_blocks, shared: <$shape>::SHARED_BYTES, hot: true, min_sm: <$shape>::MIN_SM,
-                cluster: decode::MAX_RANKS, pads: <$shape>::PADS, communicates: true, outputs: [Element, F32, E4M3] };
+                head_size: <$shape>::HEAD_SIZE, rows: <$shape>::ROWS, keys: <$shape>::KEYS,
+                threads: <$shape>::THREADS,
+                min_blocks: $min_blocks, shared: <$shape>::SHARED_BYTES, hot: true,
+                min_sm: <$shape>::MIN_SM,
+                cluster: decode::MAX_RANKS, pads: <$shape>::PADS, communicates: true,
+                outputs: [Element, F32, E4M3] };
         )* });
     };
 }

@@ -11,7 +11,8 @@ use crate::params::{AttentionParams, MaskedParams};
 pub(super) static TABLES: &[&[super::Entry]] = &[SPLIT_KV, SPLIT_KV_MASKED, COMBINE];
 
 kernels_by_head_size!(SPLIT_KV, SplitKv: Attention, "split-kv",
-    (q: T, k: T, v: T, seqlens_k: i32, head_sink: T, out: T, lse: f32, partial_out: f32, partial_lse: f32; p: AttentionParams), communicates: false, {
+    (q: T, k: T, v: T, seqlens_k: i32, head_sink: T, out: T, lse: f32, partial_out: f32,
+     partial_lse: f32; p: AttentionParams), communicates: false, {
     gqa_split_kv_f16_d128, gqa_split_kv_bf16_d128 => split_kv::D128, 3;
 }, unless quick {
     gqa_split_kv_f16_d32, gqa_split_kv_bf16_d32 => split_kv::D32, 4;
@@ -22,7 +23,8 @@ kernels_by_head_size!(SPLIT_KV, SplitKv: Attention, "split-kv",
 });
 
 kernels_by_head_size!(SPLIT_KV_MASKED, SplitKvMasked: Attention, "split-kv-masked",
-    (q: T, k: T, v: T, seqlens_k: i32, bias: T, mask: u8, head_sink: T, out: T, lse: f32, partial_out: f32, partial_lse: f32; p: MaskedParams), communicates: false, {
+    (q: T, k: T, v: T, seqlens_k: i32, bias: T, mask: u8, head_sink: T, out: T, lse: f32,
+     partial_out: f32, partial_lse: f32; p: MaskedParams), communicates: false, {
     gqa_split_kv_masked_f16_d128, gqa_split_kv_masked_bf16_d128 => split_kv::MaskedD128, 2;
 }, unless quick {
     gqa_split_kv_masked_f16_d64, gqa_split_kv_masked_bf16_d64 => split_kv::MaskedD64, 3;
@@ -33,9 +35,11 @@ kernels_by_head_size!(SPLIT_KV_MASKED, SplitKvMasked: Attention, "split-kv-maske
 macro_rules! merges {
     ($($name:ident => T = $t:ty, $min_sm:literal;)*) => {
         kernels!(COMBINE, SplitKv: Merge, "split-kv",
-            (partial_out: f32, partial_lse: f32, seqlens_k: i32, head_sink: T, out: T, out_f32: f32, lse: f32; p: AttentionParams), {
+            (partial_out: f32, partial_lse: f32, seqlens_k: i32, head_sink: T, out: T,
+             out_f32: f32, lse: f32; p: AttentionParams), {
             $($name => combine::<$t>, T = $t, {
-                head_size: 0, rows: 0, keys: 0, threads: combine::THREADS, min_blocks: 6, shared: combine::SHARED_BYTES, hot: true,
+                head_size: 0, rows: 0, keys: 0, threads: combine::THREADS, min_blocks: 6,
+                shared: combine::SHARED_BYTES, hot: true,
                 min_sm: $min_sm, outputs: [Element, F32] };)*
         });
     };

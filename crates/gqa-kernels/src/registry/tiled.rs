@@ -9,7 +9,8 @@ pub(super) static TABLES: &[&[super::Entry]] =
     &[TILED, TILED_MASKED, TILED_PAGED, TILED_TMA, TILED_F32, TILED_WIDE];
 
 kernels_by_head_size!(TILED, Tiled: Attention, "tiled",
-    (q: T, k: T, v: T, seqlens_k: i32, head_sink: T, out: T, lse: f32; p: AttentionParams), communicates: false, {
+    (q: T, k: T, v: T, seqlens_k: i32, head_sink: T, out: T, lse: f32; p: AttentionParams),
+    communicates: false, {
     gqa_tiled_f16_d128, gqa_tiled_bf16_d128 => tiled::D128, 2;
     gqa_tiled_f16_d128_k64, gqa_tiled_bf16_d128_k64 => tiled::D128Long, 2;
 }, unless quick {
@@ -24,7 +25,8 @@ kernels_by_head_size!(TILED, Tiled: Attention, "tiled",
 });
 
 kernels_by_head_size!(TILED_MASKED, TiledMasked: Attention, "tiled-masked",
-    (q: T, k: T, v: T, seqlens_k: i32, bias: T, mask: u8, head_sink: T, out: T, lse: f32; p: MaskedParams), communicates: false, {
+    (q: T, k: T, v: T, seqlens_k: i32, bias: T, mask: u8, head_sink: T, out: T, lse: f32;
+     p: MaskedParams), communicates: false, {
     gqa_tiled_masked_f16_d128, gqa_tiled_masked_bf16_d128 => tiled::MaskedD128, 2;
 }, unless quick {
     gqa_tiled_masked_f16_d64, gqa_tiled_masked_bf16_d64 => tiled::MaskedD64, 2;
@@ -35,14 +37,19 @@ kernels_by_head_size!(TILED_MASKED, TiledMasked: Attention, "tiled-masked",
 /// SHAPE, CTAs per SM`.
 macro_rules! tiled_paged_kernels {
     ($($f16:ident, $bf16:ident => $shape:ty, $min_blocks:literal;)*) => {
-        tiled_paged_kernels!(@rows $($f16: f16 => $shape, $min_blocks; $bf16: bf16 => $shape, $min_blocks;)*);
+        tiled_paged_kernels!(@rows $(
+            $f16: f16 => $shape, $min_blocks;
+            $bf16: bf16 => $shape, $min_blocks;
+        )*);
     };
     (@rows $($name:ident: $t:ident => $shape:ty, $min_blocks:literal;)*) => {
         kernels!(TILED_PAGED, TiledPaged: Attention, "tiled-paged",
-            (q: T, k: T, v: T, cos: T, sin: T, starts: i32, past_seqlens: i32, block_table: i32, head_sink: T, out: T, lse: f32;
+            (q: T, k: T, v: T, cos: T, sin: T, starts: i32, past_seqlens: i32, block_table: i32,
+             head_sink: T, out: T, lse: f32;
              p: PagedTiledParams), { $(
             $name => <$shape>::run_paged, T = $t, {
-                head_size: <$shape>::HEAD_SIZE, rows: <$shape>::ROWS, keys: <$shape>::KEYS, threads: <$shape>::THREADS,
+                head_size: <$shape>::HEAD_SIZE, rows: <$shape>::ROWS, keys: <$shape>::KEYS,
+                threads: <$shape>::THREADS,
                 min_blocks: $min_blocks, shared: <$shape>::SHARED_BYTES, hot: true, min_sm: 80 };
         )* });
     };
@@ -58,14 +65,20 @@ tiled_paged_kernels! {
 /// => SHAPE, CTAs per SM`.
 macro_rules! tiled_tma_kernels {
     ($($f16:ident, $bf16:ident => $shape:ty, $min_blocks:literal;)*) => {
-        tiled_tma_kernels!(@rows $($f16: f16 => $shape, $min_blocks; $bf16: bf16 => $shape, $min_blocks;)*);
+        tiled_tma_kernels!(@rows $(
+            $f16: f16 => $shape, $min_blocks;
+            $bf16: bf16 => $shape, $min_blocks;
+        )*);
     };
     (@rows $($name:ident: $t:ident => $shape:ty, $min_blocks:literal;)*) => {
         kernels!(TILED_TMA, TiledTma: Attention, "tiled-tma",
-            ([k 0, v 1] q: T, seqlens_k: i32, head_sink: T, out: T, lse: f32; p: AttentionParams), { $(
+            ([k 0, v 1] q: T, seqlens_k: i32, head_sink: T, out: T, lse: f32; p: AttentionParams),
+            { $(
             $name => <$shape>::run_tma, T = $t, {
-                head_size: <$shape>::HEAD_SIZE, rows: <$shape>::ROWS, keys: <$shape>::KEYS, threads: <$shape>::THREADS,
-                min_blocks: $min_blocks, shared: <$shape>::TMA_SHARED_BYTES, hot: true, min_sm: 90 };
+                head_size: <$shape>::HEAD_SIZE, rows: <$shape>::ROWS, keys: <$shape>::KEYS,
+                threads: <$shape>::THREADS,
+                min_blocks: $min_blocks, shared: <$shape>::TMA_SHARED_BYTES, hot: true,
+                min_sm: 90 };
         )* });
     };
 }
@@ -80,15 +93,20 @@ tiled_tma_kernels! {
 /// out the second set.
 macro_rules! tiled_f32_kernels {
     ({ $($quick:tt)* }, unless quick { $($full:tt)* }) => {
-        tiled_f32_kernels!(@rows @(all()) $($quick)* @(not(all(target_arch = "nvptx64", feature = "quick"))) $($full)*);
+        tiled_f32_kernels!(@rows
+            @(all()) $($quick)*
+            @(not(all(target_arch = "nvptx64", feature = "quick"))) $($full)*);
     };
     (@rows $(@($when:meta) $($name:ident => $shape:ty, $min_blocks:literal;)*)*) => {
         kernels!(TILED_F32, TiledF32: Attention, "tiled-f32",
-            (q: T, k: T, v: T, seqlens_k: i32, head_sink: T, out: T, lse: f32; p: AttentionParams), { $($(
+            (q: T, k: T, v: T, seqlens_k: i32, head_sink: T, out: T, lse: f32; p: AttentionParams),
+            { $($(
             #[cfg($when)]
             $name => <$shape>::run, T = f32, {
-                head_size: <$shape>::HEAD_SIZE, rows: <$shape>::ROWS, keys: <$shape>::KEYS, threads: <$shape>::THREADS,
-                min_blocks: $min_blocks, shared: <$shape>::SHARED_BYTES, hot: true, min_sm: <$shape>::MIN_SM };
+                head_size: <$shape>::HEAD_SIZE, rows: <$shape>::ROWS, keys: <$shape>::KEYS,
+                threads: <$shape>::THREADS,
+                min_blocks: $min_blocks, shared: <$shape>::SHARED_BYTES, hot: true,
+                min_sm: <$shape>::MIN_SM };
         )*)* });
     };
 }
@@ -107,14 +125,20 @@ tiled_f32_kernels!({
 /// CTAs per SM`.
 macro_rules! tiled_wide_kernels {
     ($($f16:ident, $bf16:ident => $shape:ty, $min_blocks:literal;)*) => {
-        tiled_wide_kernels!(@rows $($f16: f16 => $shape, $min_blocks; $bf16: bf16 => $shape, $min_blocks;)*);
+        tiled_wide_kernels!(@rows $(
+            $f16: f16 => $shape, $min_blocks;
+            $bf16: bf16 => $shape, $min_blocks;
+        )*);
     };
     (@rows $($name:ident: $t:ident => $shape:ty, $min_blocks:literal;)*) => {
         kernels!(TILED_WIDE, TiledWide: Attention, "tiled-wide",
-            (q: T, k: T, v: T, seqlens_k: i32, head_sink: T, out: T, lse: f32, partial_out: [f32; 2], partial_lse: f32; p: AttentionParams), { $(
+            (q: T, k: T, v: T, seqlens_k: i32, head_sink: T, out: T, lse: f32,
+             partial_out: [f32; 2], partial_lse: f32; p: AttentionParams), { $(
             $name => <$shape>::run, T = $t, {
-                head_size: <$shape>::HEAD_SIZE, rows: <$shape>::ROWS, keys: <$shape>::KEYS, threads: <$shape>::THREADS,
-                min_blocks: $min_blocks, shared: <$shape>::SHARED_BYTES, hot: true, min_sm: <$shape>::MIN_SM };
+                head_size: <$shape>::HEAD_SIZE, rows: <$shape>::ROWS, keys: <$shape>::KEYS,
+                threads: <$shape>::THREADS,
+                min_blocks: $min_blocks, shared: <$shape>::SHARED_BYTES, hot: true,
+                min_sm: <$shape>::MIN_SM };
         )* });
     };
 }
