@@ -27,7 +27,8 @@ pub(super) static TABLES: &[&[super::Entry]] = &[
 ];
 
 kernels_by_head_size!(HOPPER, Hopper: Attention, "hopper",
-    ([q 0, k 1, v 2] cos: T, sin: T, seqlens_k: i32, head_sink: T, out: T, out_f8: e4m3, out_scale: f32, lse: f32, counter: u32; p: HopperParams),
+    ([q 0, k 1, v 2] cos: T, sin: T, seqlens_k: i32, head_sink: T, out: T, out_f8: e4m3,
+     out_scale: f32, lse: f32, counter: u32; p: HopperParams),
     communicates: true, outputs: [Element, E4M3], {
     gqa_hopper_f16_d128, gqa_hopper_bf16_d128 => hopper::D128<false>, 1;
 }, unless quick {
@@ -44,13 +45,15 @@ kernels_by_head_size!(HOPPER, Hopper: Attention, "hopper",
 
 // The same arguments, but no output in e4m3: 176 keys leave no registers for it.
 kernels_by_head_size!(HOPPER_LONG, Hopper: Attention, "hopper",
-    ([q 0, k 1, v 2] cos: T, sin: T, seqlens_k: i32, head_sink: T, out: T, out_f8: e4m3, out_scale: f32, lse: f32, counter: u32; p: HopperParams), communicates: true, {
+    ([q 0, k 1, v 2] cos: T, sin: T, seqlens_k: i32, head_sink: T, out: T, out_f8: e4m3,
+     out_scale: f32, lse: f32, counter: u32; p: HopperParams), communicates: true, {
 }, unless quick {
     gqa_hopper_f16_d128_k176, gqa_hopper_bf16_d128_k176 => hopper::D128Long, 1;
 });
 
 kernels_by_head_size!(HOPPER_TALL, Hopper: Attention, "hopper",
-    ([q 0, k 1, v 2] seqlens_k: i32, head_sink: T, out: T, lse: f32, counter: u32; p: AttentionParams), communicates: true, {
+    ([q 0, k 1, v 2] seqlens_k: i32, head_sink: T, out: T, lse: f32, counter: u32;
+     p: AttentionParams), communicates: true, {
 }, unless quick {
     gqa_hopper_f16_d64, gqa_hopper_bf16_d64 => hopper::D64, 1;
     gqa_hopper_f16_d80, gqa_hopper_bf16_d80 => hopper::D80, 1;
@@ -58,7 +61,8 @@ kernels_by_head_size!(HOPPER_TALL, Hopper: Attention, "hopper",
 });
 
 kernels_by_head_size!(HOPPER_SPLIT, Hopper: SplitAttention, "hopper",
-    ([q 0, k 1, v 2] seqlens_k: i32, head_sink: T, out: T, partial_out: f32, partial_lse: f32, counter: u32; p: AttentionParams), communicates: true, {
+    ([q 0, k 1, v 2] seqlens_k: i32, head_sink: T, out: T, partial_out: f32, partial_lse: f32,
+     counter: u32; p: AttentionParams), communicates: true, {
     gqa_hopper_split_f16_d128, gqa_hopper_split_bf16_d128 => hopper::D128<true>, 1;
 }, unless quick {
     gqa_hopper_split_f16_d64, gqa_hopper_split_bf16_d64 => hopper::D64Exact<true>, 1;
@@ -67,7 +71,8 @@ kernels_by_head_size!(HOPPER_SPLIT, Hopper: SplitAttention, "hopper",
 });
 
 kernels_by_head_size!(HOPPER_MASKED, HopperMasked: Attention, "hopper-masked",
-    ([q 0, k 1, v 2, tiles 3] seqlens_k: i32, bias: T, head_sink: T, out: T, lse: f32, counter: u32; p: MaskedParams), communicates: true, {
+    ([q 0, k 1, v 2, tiles 3] seqlens_k: i32, bias: T, head_sink: T, out: T, lse: f32,
+     counter: u32; p: MaskedParams), communicates: true, {
     gqa_hopper_masked_f16_d128, gqa_hopper_masked_bf16_d128 => hopper::MaskedD128, 1;
 }, unless quick {
     gqa_hopper_masked_f16_d64, gqa_hopper_masked_bf16_d64 => hopper::MaskedD64, 1;
@@ -99,11 +104,13 @@ hopper_paged_kernels!(HOPPER_PAGED, Attention, run_paged,
     ([q 0, k 1, v 2] cos: T, sin: T, starts: i32, past_seqlens: i32, block_table: i32,
      head_sink: T, out: T, lse: f32, counter: u32; p: PagedHopperParams), {
     gqa_hopper_paged_f16_d64, gqa_hopper_paged_bf16_d64 => hopper::D64Short;
-    gqa_hopper_paged_f16_d64_lse, gqa_hopper_paged_bf16_d64_lse => hopper::D64Exact<false>, exact_sums: true;
+    gqa_hopper_paged_f16_d64_lse, gqa_hopper_paged_bf16_d64_lse
+        => hopper::D64Exact<false>, exact_sums: true;
     gqa_hopper_paged_f16_d96, gqa_hopper_paged_bf16_d96 => hopper::D96Short;
     gqa_hopper_paged_f16_d128, gqa_hopper_paged_bf16_d128 => hopper::D128<false>;
     gqa_hopper_paged_f16_d192, gqa_hopper_paged_bf16_d192 => hopper::D192<false>;
-    gqa_hopper_paged_f16_d192_v128, gqa_hopper_paged_bf16_d192_v128 => hopper::D192V128, value_size: 128;
+    gqa_hopper_paged_f16_d192_v128, gqa_hopper_paged_bf16_d192_v128
+        => hopper::D192V128, value_size: 128;
     gqa_hopper_paged_f16_d256, gqa_hopper_paged_bf16_d256 => hopper::D256<false>;
 });
 
@@ -120,7 +127,8 @@ hopper_paged_kernels!(HOPPER_PAGED_SPLIT, SplitAttention, run_paged_split,
 });
 
 kernels!(HOPPER_PAGED_MERGE, HopperPaged: Merge, "hopper-paged",
-    (row_tiles: u32, range_starts: u32, part_columns: f32, part_states: [f32; 2], head_sink: T, out: T;
+    (row_tiles: u32, range_starts: u32, part_columns: f32, part_states: [f32; 2], head_sink: T,
+     out: T;
      p: PagedHopperParams),
     each { head_size: 256, rows: 0, keys: 0, threads: hopper::MERGE_THREADS, min_blocks: 2,
            shared: 0, hot: true, min_sm: 90 }, {
@@ -132,49 +140,69 @@ kernels!(HOPPER_PAGED_MERGE, HopperPaged: Merge, "hopper-paged",
 /// of those that multiply keys of float8 as they are: `F16 NAME, BF16 NAME, FLOAT8 NAME => SHAPE`;
 /// and of the same for paged ones.
 macro_rules! hopper_quantized_kernels {
-    ($table:ident, $family:ident: $role:ident, $module:literal, $run:ident, $bytes:ident, $args:tt, { $($f16:ident, $bf16:ident, $float8:ident => $shape:ty;)* }) => {
+    ($table:ident, $family:ident: $role:ident, $module:literal, $run:ident, $bytes:ident, $args:tt,
+        { $($f16:ident, $bf16:ident, $float8:ident => $shape:ty;)* }) => {
         hopper_quantized_kernels!(@rows $table, $family: $role, $module, $run, $bytes, $args, { $(
             $f16: f16 => $shape, false;
             $bf16: bf16 => $shape, false;
             $float8: bf16 => $shape, true, formats: &[Format::Float8];
         )* });
     };
-    (@rows $table:ident, $family:ident: $role:ident, $module:literal, $run:ident, $bytes:ident, $args:tt, { $($name:ident: $t:ident => $shape:ty, $float8_keys:literal $(, formats: $formats:expr)?;)* }) => {
+    (@rows $table:ident, $family:ident: $role:ident, $module:literal, $run:ident, $bytes:ident,
+        $args:tt, { $(
+            $name:ident: $t:ident => $shape:ty, $float8_keys:literal $(, formats: $formats:expr)?;
+        )* }) => {
         kernels!($table, $family: $role, $module, $args, { $(
             $name => <$shape>::$run::<_, $float8_keys>, T = $t, {
-                head_size: <$shape>::HEAD_SIZE, rows: <$shape>::ROWS, keys: <$shape>::KEYS, threads: <$shape>::THREADS,
-                min_blocks: 1, shared: <$shape>::$bytes, hot: true, min_sm: <$shape>::MIN_SM, communicates: true $(, formats: $formats)? };
+                head_size: <$shape>::HEAD_SIZE, rows: <$shape>::ROWS, keys: <$shape>::KEYS,
+                threads: <$shape>::THREADS,
+                min_blocks: 1, shared: <$shape>::$bytes, hot: true, min_sm: <$shape>::MIN_SM,
+                communicates: true $(, formats: $formats)? };
         )* });
     };
 }
 
-hopper_quantized_kernels!(HOPPER_QUANTIZED, HopperQuantized: Attention, "hopper-quantized", run_quantized, SHARED_BYTES,
-    ([q 0, k 1, v 2] cos: T, sin: T, k_scale: f32, v_scale: f32, seqlens_k: i32, head_sink: T, out: T, lse: f32, counter: u32; p: QuantizedHopperParams), {
-    gqa_hopper_quantized_f16_d64, gqa_hopper_quantized_bf16_d64, gqa_hopper_quantized_f8_bf16_d64 => hopper::QuantizedD64;
-    gqa_hopper_quantized_f16_d128, gqa_hopper_quantized_bf16_d128, gqa_hopper_quantized_f8_bf16_d128 => hopper::QuantizedD128;
+hopper_quantized_kernels!(HOPPER_QUANTIZED, HopperQuantized: Attention, "hopper-quantized",
+    run_quantized, SHARED_BYTES,
+    ([q 0, k 1, v 2] cos: T, sin: T, k_scale: f32, v_scale: f32, seqlens_k: i32, head_sink: T,
+     out: T, lse: f32, counter: u32; p: QuantizedHopperParams), {
+    gqa_hopper_quantized_f16_d64, gqa_hopper_quantized_bf16_d64, gqa_hopper_quantized_f8_bf16_d64
+        => hopper::QuantizedD64;
+    gqa_hopper_quantized_f16_d128, gqa_hopper_quantized_bf16_d128,
+        gqa_hopper_quantized_f8_bf16_d128 => hopper::QuantizedD128;
 });
 
-hopper_quantized_kernels!(HOPPER_PAGED_QUANTIZED, HopperPagedQuantized: Attention, "hopper-paged-quantized", run_paged_quantized, PAGED_SHARED_BYTES,
-    ([q 0, k 1, v 2] cos: T, sin: T, k_scale: f32, v_scale: f32, starts: i32, past_seqlens: i32, block_table: i32, head_sink: T, out: T, counter: u32;
+hopper_quantized_kernels!(HOPPER_PAGED_QUANTIZED, HopperPagedQuantized: Attention,
+    "hopper-paged-quantized", run_paged_quantized, PAGED_SHARED_BYTES,
+    ([q 0, k 1, v 2] cos: T, sin: T, k_scale: f32, v_scale: f32, starts: i32, past_seqlens: i32,
+     block_table: i32, head_sink: T, out: T, counter: u32;
      p: QuantizedPagedHopperParams), {
-    gqa_hopper_paged_quantized_f16_d64, gqa_hopper_paged_quantized_bf16_d64, gqa_hopper_paged_quantized_f8_bf16_d64 => hopper::QuantizedD64;
-    gqa_hopper_paged_quantized_f16_d128, gqa_hopper_paged_quantized_bf16_d128, gqa_hopper_paged_quantized_f8_bf16_d128 => hopper::QuantizedD128;
+    gqa_hopper_paged_quantized_f16_d64, gqa_hopper_paged_quantized_bf16_d64,
+        gqa_hopper_paged_quantized_f8_bf16_d64 => hopper::QuantizedD64;
+    gqa_hopper_paged_quantized_f16_d128, gqa_hopper_paged_quantized_bf16_d128,
+        gqa_hopper_paged_quantized_f8_bf16_d128 => hopper::QuantizedD128;
 });
 
 // Heads share row tiles, and CTAs have equal ranges of the work, which those of HOPPER_PAGED_MERGE
 // merge.
-hopper_quantized_kernels!(HOPPER_PAGED_QUANTIZED_SPLIT, HopperPagedQuantized: SplitAttention, "hopper-paged-quantized", run_paged_split_quantized, PAGED_SHARED_BYTES,
-    ([q 0, k 1, v 2] cos: T, sin: T, k_scale: f32, v_scale: f32, starts: i32, past_seqlens: i32, block_table: i32, head_sink: T, out: T,
+hopper_quantized_kernels!(HOPPER_PAGED_QUANTIZED_SPLIT, HopperPagedQuantized: SplitAttention,
+    "hopper-paged-quantized", run_paged_split_quantized, PAGED_SHARED_BYTES,
+    ([q 0, k 1, v 2] cos: T, sin: T, k_scale: f32, v_scale: f32, starts: i32, past_seqlens: i32,
+     block_table: i32, head_sink: T, out: T,
      row_tiles: u32, range_starts: u32, part_columns: f32, part_states: [f32; 2];
      p: QuantizedPagedHopperParams), {
-    gqa_hopper_paged_quantized_split_f16_d64, gqa_hopper_paged_quantized_split_bf16_d64, gqa_hopper_paged_quantized_split_f8_bf16_d64 => hopper::QuantizedD64;
-    gqa_hopper_paged_quantized_split_f16_d128, gqa_hopper_paged_quantized_split_bf16_d128, gqa_hopper_paged_quantized_split_f8_bf16_d128 => hopper::QuantizedD128;
+    gqa_hopper_paged_quantized_split_f16_d64, gqa_hopper_paged_quantized_split_bf16_d64,
+        gqa_hopper_paged_quantized_split_f8_bf16_d64 => hopper::QuantizedD64;
+    gqa_hopper_paged_quantized_split_f16_d128, gqa_hopper_paged_quantized_split_bf16_d128,
+        gqa_hopper_paged_quantized_split_f8_bf16_d128 => hopper::QuantizedD128;
 });
 
 kernels!(FLOAT8_OPERANDS, HopperFloat8: Operands, "hopper-float8",
-    (q: T, k: T, v: T, cos: T, sin: T, position_ids: i64, k_scale: f32, v_scale: f32, seqlens_k: i32, k_cache: u64, v_cache: u32, q_codes: u64, row_factors: f32, v_codes: u32;
+    (q: T, k: T, v: T, cos: T, sin: T, position_ids: i64, k_scale: f32, v_scale: f32,
+     seqlens_k: i32, k_cache: u64, v_cache: u32, q_codes: u64, row_factors: f32, v_codes: u32;
      p: Float8OperandsParams),
-    each { head_size: 0, rows: 0, keys: 0, threads: 128, min_blocks: 5, shared: 0, hot: true, min_sm: 90 }, {
+    each { head_size: 0, rows: 0, keys: 0, threads: 128, min_blocks: 5, shared: 0, hot: true,
+           min_sm: 90 }, {
     gqa_float8_operands_f16 => hopper::float8_operands::<f16>, T = f16;
     gqa_float8_operands_bf16 => hopper::float8_operands::<bf16>, T = bf16;
 });
@@ -187,10 +215,13 @@ macro_rules! hopper_float8_kernels {
     };
     (@rows $($name:ident: $t:ident => $shape:ty;)*) => {
         kernels!(HOPPER_FLOAT8, HopperFloat8: Attention, "hopper-float8",
-            ([q 0, k 1, v 2] row_factors: f32, v_scale: f32, seqlens_k: i32, head_sink: T, out: T, counter: u32; p: Float8Params), { $(
+            ([q 0, k 1, v 2] row_factors: f32, v_scale: f32, seqlens_k: i32, head_sink: T, out: T,
+             counter: u32; p: Float8Params), { $(
             $name => <$shape>::run_float8, T = $t, {
-                head_size: <$shape>::HEAD_SIZE, rows: <$shape>::ROWS, keys: <$shape>::KEYS, threads: <$shape>::THREADS,
-                min_blocks: 1, shared: <$shape>::SHARED_BYTES, hot: true, min_sm: <$shape>::MIN_SM, communicates: true, formats: &[Format::Float8] };
+                head_size: <$shape>::HEAD_SIZE, rows: <$shape>::ROWS, keys: <$shape>::KEYS,
+                threads: <$shape>::THREADS,
+                min_blocks: 1, shared: <$shape>::SHARED_BYTES, hot: true, min_sm: <$shape>::MIN_SM,
+                communicates: true, formats: &[Format::Float8] };
         )* });
     };
 }
