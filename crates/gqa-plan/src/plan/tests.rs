@@ -3148,18 +3148,31 @@ fn latent_steps_have_a_kernel_on_other_gpus() {
 /// As many as measured fastest on an H200 (`docs/results/2026-11-30-h200-e/latent.md`).
 #[test]
 fn latent_steps_split_keys() {
-    let splits = |batch, q_heads, keys: usize| {
-        let call = ProblemFields { batch, q_heads, rotary: None, ..latent_of(576, 1, keys - 1) };
+    let planned = |batch, q_heads, keys: usize, dtype, quantized| {
+        let (v_dtype, out_dtype) = (dtype, dtype);
+        let call = latent_of(576, 1, keys - 1);
+        let call =
+            ProblemFields { batch, q_heads, rotary: None, dtype, v_dtype, out_dtype, ..call };
         let problem = paged(&Problem::new(call).unwrap()).appended();
+        let problem = Problem::new(ProblemFields { quantized, ..(*problem).clone() }).unwrap();
         let plan = plan(&problem, &device("h200"), &PlanOptions::default()).unwrap();
         plan.launches[0].grid[1]
     };
+    let splits = |batch, q_heads, keys| planned(batch, q_heads, keys, DType::F16, None);
+    let how = Quantization { format: QuantFormat::Float8, scales: Scales::PerTensor };
+    let of_float8 = |batch, q_heads, keys| planned(batch, q_heads, keys, DType::BF16, Some(how));
     assert_eq!(splits(1, 128, 8192), 32);
     assert_eq!(splits(1, 64, 8192), 32);
     assert_eq!(splits(1, 128, 1024), 16);
     assert_eq!(splits(4, 128, 8192), 16);
     assert_eq!(splits(16, 128, 4096), 4);
     assert_eq!(splits(128, 64, 4096), 1);
+    assert_eq!(of_float8(1, 16, 8192), 64);
+    assert_eq!(of_float8(16, 16, 4096), 8);
+    assert_eq!(of_float8(128, 16, 4096), 2);
+    assert_eq!(of_float8(16, 32, 4096), 8);
+    assert_eq!(of_float8(4, 64, 8192), 16);
+    assert_eq!(of_float8(1, 128, 8192), 16);
 }
 
 /// A cache without blocks has nothing that TMA could load.

@@ -156,6 +156,7 @@ fn splits(call: &Call<'_>, params: &LatentParams, entry: &Entry) -> u32 {
     const L2: f64 = 2.5;
     let Call { problem: p, device, .. } = *call;
     let slots = slots(entry, device);
+    let multiprocessors = f64::from(device.multiprocessors.max(1));
     let [row_tiles, _, batch] = kernels::grid(params, entry.rows).map(f64::from);
     let [keys, rows, threads] = [entry.keys, entry.rows, entry.threads].map(f64::from);
     let row = (kernels::KEY_SIZE as usize * p.key_cache_dtype().size()) as f64;
@@ -168,7 +169,10 @@ fn splits(call: &Call<'_>, params: &LatentParams, entry: &Entry) -> u32 {
         // A few CTAs do not have all of the memory's rate.
         let active = blocks.clamp(slots / 2.0, slots);
         let of_memory = bytes * active / (MEMORY * device.bandwidth / 1e6);
-        let of_products = operations * active / (TENSOR * device.tensor_flops / 1e6);
+        // CTAs of an SM share its tensor cores, and those of the fullest one count.
+        let together = (blocks.min(slots) / multiprocessors).ceil();
+        let of_products =
+            operations * together * multiprocessors / (TENSOR * device.tensor_flops / 1e6);
         of_memory.max(of_products).max(least)
     };
     let tiles = p.most_keys().div_ceil(entry.keys).max(1);
