@@ -141,7 +141,7 @@ def metadata(batch, t, dtype):
     (heads, kv_heads, size), (most, keys) = batch.heads, t.longest
     made = gqa.get_scheduler_metadata(
         len(batch.sequences), most, keys, heads, kv_heads, size, t.lengths, dtype,
-        cu_seqlens_q=t.starts, page_size=batch.page, causal=True)
+        cu_seqlens_q=t.starts, page_size=batch.page, causal=True, total_q=t.tokens)
     return made if made.numel() > 0 else None
 
 

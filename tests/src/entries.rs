@@ -18,10 +18,10 @@ use std::cell::LazyCell;
 use std::rc::Rc;
 
 /// Whether the drawn calls can use a kernel: `rotary_rows` and `scatter_rows` belong to other
-/// operators, and engines launch `decode_schedule` and `merge_peers` apart from calls.
+/// operators, and engines launch schedules and `merge_peers` apart from calls.
 pub fn is_of_attention(entry: &Entry) -> bool {
-    let is_apart = (entry.family, entry.role) == (Family::DecodePaged, Role::Schedule);
-    ![Role::RotaryRows, Role::ScatterRows, Role::MergePeers].contains(&entry.role) && !is_apart
+    let apart = [Role::RotaryRows, Role::ScatterRows, Role::MergePeers, Role::Schedule];
+    !apart.contains(&entry.role)
 }
 
 /// Kernels with float8 products, with the element type of their output and the columns of their

@@ -1,5 +1,5 @@
-//! The simulated GPU with decode schedules: it makes one for each paged call whose plan divides
-//! keys, or one that does not fit the call.
+//! The simulated GPU with schedules: it makes one for each paged call whose plan divides keys or
+//! work, or one that does not fit the call.
 
 use gqa_host::backend::sim::Sim;
 use gqa_host::backend::{Backend, Io, Machine};
@@ -28,7 +28,8 @@ pub enum Made {
     Nothing,
     /// For the call, then up to eight bits changed anywhere, by this seed.
     Damaged(u64),
-    /// For the call, but parts of some CTAs are made up, by this seed, with seals that fit.
+    /// For the call, but parts or ranges of some CTAs are made up, by this seed, with seals that
+    /// fit.
     Forged(u64),
 }
 
@@ -36,17 +37,86 @@ pub enum Made {
 pub struct Scheduled {
     sim: Sim,
     device: DeviceInfo,
+    options: PlanOptions,
     made: Made,
 }
 
-/// Words ahead of the key tiles, and those among them that count CTA slots, the keys of a
-/// tile, and CTAs.
+/// Of the schedules of decode kernels, words ahead of the key tiles, and those among them that
+/// count CTA slots, the keys of a tile, and CTAs.
 const SHAPE_WORDS: usize = 8;
 const SLOTS_WORD: usize = 2;
 const KEYS_WORD: usize = 3;
 const CTAS_WORD: usize = 7;
 /// Words of a CTA's part.
 const PART_WORDS: usize = 4;
+
+/// Of the schedules of kernels that split prefill, the first word, words ahead of the lengths, and
+/// those among them that count CTAs and the keys of a tile.
+const WORK: u32 = u32::from_le_bytes(*b"gqaH");
+const WORK_SHAPE_WORDS: usize = 12;
+const WORK_CTAS_WORD: usize = 2;
+const WORK_KEYS_WORD: usize = 8;
+/// Words of a CTA's range. The last one is its seal.
+const RANGE_WORDS: usize = 32;
+
+/// How a schedule lies in memory.
+struct Words {
+    /// Whether kernels that split prefill read it.
+    is_of_work: bool,
+    /// The first word of the parts or ranges, and how many each CTA has.
+    first: usize,
+    of_cta: usize,
+    keys: usize,
+    ctas: usize,
+}
+
+impl Words {
+    fn of(words: &[i32], sequences: usize) -> Self {
+        match words[0] as u32 == WORK {
+            true => Self {
+                is_of_work: true,
+                first: WORK_SHAPE_WORDS + 4 * sequences,
+                of_cta: RANGE_WORDS,
+                keys: WORK_KEYS_WORD,
+                ctas: words[WORK_CTAS_WORD] as usize,
+            },
+            false => Self {
+                is_of_work: false,
+                first: SHAPE_WORDS + sequences.next_multiple_of(4),
+                of_cta: PART_WORDS,
+                keys: KEYS_WORD,
+                ctas: words[CTAS_WORD] as usize,
+            },
+        }
+    }
+}
+
+/// Seals a range as kernels expect it.
+fn seal_range(cta: usize, range: &mut [i32]) {
+    range[RANGE_WORDS - 1] = (WORK ^ cta as u32) as i32;
+    let words = range.iter().zip((1u32..).step_by(2));
+    let seal = words.fold(0u32, |sum, (&word, odd)| {
+        sum.wrapping_add((word as u32).wrapping_mul(odd.wrapping_mul(0x9E37_79B1)))
+    });
+    range[RANGE_WORDS - 1] = seal as i32;
+}
+
+/// Makes up ranges of one CTA in four, of numbers at which something ends.
+fn forge_ranges(ranges: &mut [i32], sequences: usize, seed: u64) {
+    let mut rng = SmallRng::seed_from_u64(seed);
+    for (cta, range) in ranges.chunks_exact_mut(RANGE_WORDS).enumerate() {
+        if rng.random_range(0..4) > 0 {
+            continue;
+        }
+        let ends = [0, 1, 2, 3, sequences as i32, 64, 1 << 20, i32::MAX, -1];
+        for word in range.iter_mut() {
+            if rng.random_range(0..6) == 0 {
+                *word = *ends.choose(&mut rng).expect("some");
+            }
+        }
+        seal_range(cta, range);
+    }
+}
 
 /// A part as schedules have it, with the seal that kernels expect.
 fn sealed(cta: usize, [batch, split, splits]: [u32; 3]) -> [i32; PART_WORDS] {
@@ -58,18 +128,25 @@ fn sealed(cta: usize, [batch, split, splits]: [u32; 3]) -> [i32; PART_WORDS] {
     [batch, seal, split, splits].map(|word| word as i32)
 }
 
-/// Takes the parts of all CTAs.
-fn empty(parts: &mut [i32]) {
+/// Takes the parts or ranges of all CTAs.
+fn empty(parts: &mut [i32], is_of_work: bool) {
+    if is_of_work {
+        for (cta, range) in parts.chunks_exact_mut(RANGE_WORDS).enumerate() {
+            range.fill(0);
+            seal_range(cta, range);
+        }
+        return;
+    }
     for (cta, part) in parts.chunks_exact_mut(PART_WORDS).enumerate() {
         part.copy_from_slice(&sealed(cta, [u32::MAX, 0, 0]));
     }
 }
 
-/// Changes up to eight bits of the parts that CTAs have, or one bit of any word.
-fn damage(words: &mut [i32], parts: usize, seed: u64) {
+/// Changes up to eight bits of the parts or ranges that CTAs have, or one bit of any word.
+fn damage(words: &mut [i32], of: &Words, seed: u64) {
     let mut rng = SmallRng::seed_from_u64(seed);
-    let end = parts + PART_WORDS * words[CTAS_WORD] as usize;
-    let (first, most) = if rng.random_range(0..4) == 0 { (0, 1) } else { (parts, 8) };
+    let end = of.first + of.of_cta * of.ctas;
+    let (first, most) = if rng.random_range(0..4) == 0 { (0, 1) } else { (of.first, 8) };
     for _ in 0..rng.random_range(1..=most) {
         words[rng.random_range(first..end)] ^= 1 << rng.random_range(0..32);
     }
@@ -95,14 +172,20 @@ fn forge(parts: &mut [i32], sequences: usize, slots: u32, seed: u64) {
 impl Scheduled {
     /// Of `device`.
     pub fn new(device: DeviceInfo, made: Made) -> Self {
-        Self { sim: Sim::default().with_device(device.clone()), device, made }
+        let sim = Sim::default().with_device(device.clone());
+        Self { sim, device, options: PlanOptions::default(), made }
+    }
+
+    /// With these options of the planner.
+    pub fn with_options(self, options: PlanOptions) -> Self {
+        Self { options, ..self }
     }
 
     /// The schedule for a call with these inputs; zeros where the plan that it is made by divides
     /// nothing.
     fn schedule(&self, problem: &Problem, inputs: Tensors<&Tensor>) -> Result<Tensor> {
         let by = |device: &DeviceInfo, inputs| {
-            let plan = plan(problem, device, &PlanOptions::default())?;
+            let plan = plan(problem, device, &self.options)?;
             self.sim.schedule(&plan, inputs)
         };
         let other =
@@ -125,21 +208,26 @@ impl Scheduled {
             Made::Nothing => vec![0; count],
             _ => right.clone(),
         };
-        let parts = SHAPE_WORDS + problem.batch.next_multiple_of(4);
+        let of = Words::of(&right, problem.batch);
+        let parts = of.first;
         // With a window the other lengths may have as many key tiles.
         let is_other = words[..parts] != right[..parts];
         match self.made {
             Made::Right | Made::Nothing => {}
             Made::OtherLengths if !is_other => {}
-            Made::Damaged(seed) => damage(&mut words, parts, seed),
+            Made::OtherSlots if of.is_of_work && !is_other => {}
+            Made::Damaged(seed) => damage(&mut words, &of, seed),
+            Made::Forged(seed) if of.is_of_work => {
+                forge_ranges(&mut words[parts..], problem.batch, seed);
+            }
             Made::Forged(seed) => {
                 let slots = words[SLOTS_WORD] as u32;
                 forge(&mut words[parts..], problem.batch, slots, seed);
             }
-            _ => empty(&mut words[parts..]),
+            _ => empty(&mut words[parts..], of.is_of_work),
         }
         if self.made == Made::OtherKeys {
-            words[KEYS_WORD] *= 2;
+            words[of.keys] *= 2;
         }
         Ok(Array1::from(words).into_dyn().into())
     }
@@ -165,7 +253,7 @@ impl Backend for Scheduled {
             output_qk: io.output_qk.as_deref_mut(),
             lse: io.lse.as_deref_mut(),
         };
-        let plan = plan(&problem, &self.device, &PlanOptions::default())?;
+        let plan = plan(&problem, &self.device, &self.options)?;
         self.sim.execute(&plan, &mut io)
     }
 }

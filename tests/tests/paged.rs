@@ -138,6 +138,83 @@ fn long_sequences_in_parts() {
     }
 }
 
+/// Kernels that split prefill, of one head size each.
+const SPLIT_KERNELS: [(&str, DType, usize); 4] = [
+    ("gqa_hopper_paged_split_f16_d64", DType::F16, 64),
+    ("gqa_hopper_paged_split_bf16_d128", DType::BF16, 128),
+    ("gqa_hopper_paged_split_f16_d256", DType::F16, 256),
+    ("gqa_hopper_paged_quantized_split_f8_bf16_d128", DType::BF16, 128),
+];
+
+/// A GPU whose CTAs have several row tiles each.
+fn few_sms() -> DeviceInfo {
+    DeviceInfo { multiprocessors: 12, ..DeviceInfo::h200() }
+}
+
+/// Calls of [ragged] sequences and of two chunks, for each of these kernels, with options that
+/// force it.
+fn ragged_chunks() -> impl Iterator<Item = (&'static str, PlanOptions, BoxedStrategy<PagedCase>)> {
+    SPLIT_KERNELS.into_iter().map(|(name, dtype, head_size)| {
+        let steps = if name.contains("_quantized_") { quantized(steps(8)) } else { steps(8) };
+        let of = move |mut case: PagedCase| {
+            let size = case.block_size;
+            case.sequences.insert(2, [size - 1, 33]);
+            case.sequences.push([500, 20]);
+            let case_of = Case { dtype, head_size, rotary: None, ..case.case };
+            PagedCase { case: case_of, ..case }
+        };
+        let options = PlanOptions { force: Some(name), ..PlanOptions::default() };
+        let cases = in_place_by(&options, &DeviceInfo::h200(), ragged(steps).prop_map(of).boxed());
+        (name, options, cases)
+    })
+}
+
+/// Of a schedule that agrees with the call each CTA takes its range, and otherwise divides the
+/// work, as it does where its range is damaged.
+#[test]
+fn ragged_chunks_in_parts_by_a_schedule() {
+    let others = [Made::OtherLengths, Made::OtherSlots, Made::OtherKeys, Made::Nothing];
+    let damaged = [0, 1, 2].map(Made::Damaged);
+    for (name, options, cases) in ragged_chunks() {
+        let sim = Sim::default().with_device(few_sms()).with_options(options.clone());
+        parity(&format!("sim, ragged, {name}"), 2, cases.clone(), &sim);
+        for made in [Made::Right].into_iter().chain(others).chain(damaged) {
+            let scheduled = Scheduled::new(few_sms(), made).with_options(options.clone());
+            parity(&format!("sim, {made:?}, {name}"), 2, cases.clone(), &scheduled);
+        }
+    }
+}
+
+/// A kernel that divided the work in spite of a schedule would write its outputs.
+#[test]
+fn a_schedule_of_no_work_leaves_outputs() {
+    for (_, options, cases) in ragged_chunks() {
+        let case = sample(cases);
+        let made = |made| Scheduled::new(few_sms(), made).with_options(options.clone());
+        case.check(&made(Made::Right)).unwrap();
+        case.check(&made(Made::Emptied)).unwrap_err();
+    }
+}
+
+/// Forged ranges make results wrong, or a race, but nothing is read or written outside of tensors
+/// and of scratch memory.
+#[test]
+fn no_schedule_leads_parts_outside() {
+    let mut wrong = 0;
+    for (_, options, cases) in ragged_chunks() {
+        let case = sample(cases);
+        for seed in 0..8 {
+            let forged = Scheduled::new(few_sms(), Made::Forged(seed));
+            let error = case.check(&forged.with_options(options.clone())).err();
+            let error = error.unwrap_or_default();
+            wrong += usize::from(!error.is_empty());
+            let is_outside = error.contains(" accesses ") || error.contains("panicked");
+            assert!(!is_outside, "{error}");
+        }
+    }
+    assert!(wrong > 0, "no forged range was taken");
+}
+
 /// Row tiles in more parts than a warp of the merge looks for at a time.
 #[test]
 fn a_long_sequence_in_many_parts() {

@@ -3,6 +3,7 @@
 
 use crate::problem::{CacheBinding, CallKind, Phase, Problem, QkOutput, RowStrides, Sink};
 use gqa_kernels::attention::decode::schedule_words;
+use gqa_kernels::attention::hopper::given_words;
 use gqa_tensor::{DType, Error, Result};
 use gqa_tensor::{Tensor, TensorView};
 
@@ -130,9 +131,10 @@ tensors! {
     BlockTable: "block_table", Input, |p| {
         spec(true, DType::I32, [p.batch, p.pages?.columns()])
     };
-    /// A division of the keys of a decode step: [`Plan::schedule`](crate::plan::Plan::schedule)
+    /// A division of the work by lengths: [`Plan::schedule`](crate::plan::Plan::schedule)
     Schedule: "schedule", Input, |p| {
-        spec(p.pages?.scheduled, DType::I32, [schedule_words(p.batch)])
+        let words = schedule_words(p.batch).max(given_words(p.batch));
+        spec(p.pages?.scheduled, DType::I32, [words])
     };
     /// slot_mapping
     SlotMapping: "slot_mapping", Input, |p| {

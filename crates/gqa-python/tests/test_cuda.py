@@ -1381,6 +1381,42 @@ class OnAGpu(Cases, unittest.TestCase):
             for out in outs:
                 self.assertTrue(torch.equal(out, wanted))
 
+    def test_schedules_of_mixed_batches_change_no_results(self):
+        """The same for batches of decode steps and chunks, whose work is divided."""
+        options = {"device": "cuda", "dtype": torch.bfloat16}
+        integers = lambda values: torch.tensor(values, device="cuda", dtype=torch.int32)
+        news, columns = [1] * 30 + [40, 0, 200], 512
+        starts = integers([0, *itertools.accumulate(news)])
+        table = torch.randint(4096, (len(news), columns), device="cuda", dtype=torch.int32)
+        for heads, kv_heads, size in (32, 8, 128), (64, 8, 64), (16, 4, 256), (28, 4, 128):
+            q = torch.randn(sum(news), heads, size, **options)
+            k, v = (torch.randn(4096, 16, kv_heads, size, **options) for _ in "kv")
+            for dtype in torch.bfloat16, torch.float8_e4m3fn:
+                cache = [x.to(dtype) for x in (k, v)]
+
+                def made(lengths):
+                    where = {"cu_seqlens_q": starts, "page_size": 16, "causal": True}
+                    numbers = len(news), 200, 16 * columns, heads, kv_heads, size
+                    where["total_q"] = sum(news)
+                    return gqa.get_scheduler_metadata(*numbers, lengths, dtype, **where)
+
+                def call(lengths, metadata=None):
+                    lists = {"seqused_k": lengths, "block_table": table, "causal": True}
+                    longest = 200, 16 * columns
+                    return gqa.flash_attn_varlen_func(
+                        q, *cache, starts, None, *longest, **lists, scheduler_metadata=metadata
+                    )
+
+                drawn = [[max(new, random.randrange(1, 2000)) for new in news] for _ in "ab"]
+                drawn[0][30], drawn[1][7] = 8000, 8100
+                lengths, other = map(integers, drawn)
+                right, wanted = made(lengths), call(lengths)
+                if torch.cuda.get_device_capability() == (9, 0):
+                    self.assertGreater(right.numel(), 0)
+                for metadata in (right, made(other), torch.zeros_like(right)):
+                    self.assertTrue(torch.equal(call(lengths, metadata), wanted))
+                self.assertTrue(torch.equal(call(other, right), call(other)))
+
     # Heads, KV heads, head size, keys and sequences of decode steps whose keys are split.
     SPLITS = (8, 1, 128, 16384, 1), (4, 1, 128, 65536, 1), (16, 2, 128, 32768, 2)
     SPLITS += ((8, 2, 256, 16384, 1),)

@@ -464,6 +464,33 @@ class Emulated(Cases, unittest.TestCase):
         )
         self.assertTrue(torch.equal(few, step()[1:]))
 
+    def test_a_schedule_serves_batches_of_steps_and_chunks(self):
+        options = {"dtype": torch.bfloat16}
+        new, keys = [1, 40, 0, 1, 1], torch.tensor([300, 2000, 0, 1, 40]).int()
+        starts = torch.tensor([0, *new]).cumsum(0).int()
+        table = torch.arange(5 * 125).view(5, 125).int()
+        q = torch.randn(sum(new), 8, 128, **options)
+        k, v = (torch.randn(table.numel(), 16, 2, 128, **options) for _ in "kv")
+        longest = 16 * table.shape[1]
+
+        def varlen(**named):
+            lists = {"seqused_k": keys, "block_table": table, "causal": True}
+            return gqa.flash_attn_varlen_func(q, k, v, starts, None, 40, longest, **lists, **named)
+
+        def made(lengths, **named):
+            where = {"cu_seqlens_q": starts, "page_size": 16, "causal": True, **named}
+            return gqa.get_scheduler_metadata(5, 40, longest, 8, 2, 128, lengths, **where)
+
+        schedule, wanted = made(keys, total_q=sum(new)), varlen()
+        self.assertGreater(schedule.numel(), 8)
+        Planned.scheduled.clear()
+        # Also one of other lengths, and memory that is none.
+        for given in (schedule, made(keys + 1, total_q=sum(new)), schedule * 0):
+            self.assertTrue(torch.equal(varlen(scheduler_metadata=given), wanted))
+        self.assertEqual(Planned.scheduled, [True, False, False])
+        with self.assertRaisesRegex(ValueError, "^total_q: got"):
+            made(keys, total_q=0)
+
     def test_caches_of_engines_are_read_where_they_are(self):
         options = {"dtype": torch.bfloat16}
         q = torch.randn(3, 1, 8, 128, **options)

@@ -59,6 +59,7 @@
 mod consumer;
 mod convert;
 mod float8;
+mod given;
 mod mask;
 mod operand;
 mod output;
@@ -79,12 +80,15 @@ mod work;
 pub use float8::operands_grid;
 pub use float8::{float8_operands, transposed_columns, transposed_rows};
 pub(in crate::attention) use float8::{power_of_two, row_exponent, row_factor};
+pub use given::MOST_CTAS as MOST_GIVEN_CTAS;
+#[cfg(not(target_arch = "nvptx64"))]
+pub use given::{given_words, words_read};
 pub use pages::{LEAST_BOX, box_rows};
 pub use parts::{MERGE_THREADS, merge as merge_parts};
 pub(in crate::attention) use queries::{exponent, greatest_of_vector, sums_of};
 pub use schedule::{MOST_ROW_TILES, MOST_SEQUENCES};
 #[cfg(not(target_arch = "nvptx64"))]
-pub use schedule::{divided, most_row_tiles};
+pub use schedule::{divided, made, most_row_tiles};
 pub use shape::{
     D64, D64Exact, D64Short, D80, D80Short, D96, D96Short, D128, D128Long, D160, D192, D192V128,
     D224, D256, Float8D128, Float8D256, Hopper, MaskedD64, MaskedD128, MaskedD256, QuantizedD64,
@@ -308,7 +312,8 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
 
     /// `run_paged` for calls with few rows or long sequences among short ones: the query heads of a
     /// KV head share row tiles (`packing.rs`), and all CTAs have equal ranges of the work
-    /// (`schedule.rs`). [`merge_parts`] is behind it.
+    /// (`schedule.rs`), which `schedule` has, if it is not null (`given.rs`). [`merge_parts`] is
+    /// behind it.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn run_paged_split<T: MmaElement>(
         q: TensorMap,
@@ -325,10 +330,12 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
         range_starts: Global<u32>,
         part_columns: Global<f32>,
         part_states: Global<[f32; 2]>,
+        schedule: Global<u32>,
         p: PagedHopperParams,
     ) {
         const { assert!(Self::ROWS == schedule::ROWS && Self::VALUE_SIZE == D) }
         let parts = Parts::new([row_tiles, range_starts], part_columns, part_states, &p);
+        let parts = parts.by(schedule);
         let pages = Pages::new(starts, past_seqlens, block_table, &p).shared(parts, &p);
         let counter = Global::null();
         let to = Destination::new(out, Global::null(), p.hopper.v_head_size);
@@ -473,6 +480,7 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
         range_starts: Global<u32>,
         part_columns: Global<f32>,
         part_states: Global<[f32; 2]>,
+        schedule: Global<u32>,
         p: QuantizedPagedHopperParams,
     ) {
         const { assert!(N.is_power_of_two() && N <= 64 * LEAST_BOX) }
@@ -480,6 +488,7 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
         let rotation = Some(Rotation { cos, sin, params: p.paged.hopper.rotary });
         let to = Destination::new(out, Global::null(), p.paged.hopper.v_head_size);
         let parts = Parts::new([row_tiles, range_starts], part_columns, part_states, &p.paged);
+        let parts = parts.by(schedule);
         let pages = Pages::new(starts, past_seqlens, block_table, &p.paged);
         let pages = Some(pages.shared(parts, &p.paged));
         let per = ScalesPer::new(p.scales);
@@ -581,6 +590,18 @@ impl<const D: u32, const N: u32, const G: u32, const C: usize, const W: usize, c
     }
 }
 
+/// The kernel that divides the work of calls ahead of them (`given.rs`): `starts` and
+/// `past_seqlens` are those of the attention. Its CTAs are [`D128`]'s.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+pub fn schedule_work(
+    starts: Global<i32>,
+    past_seqlens: Global<i32>,
+    schedule: Global<u32>,
+    p: PagedHopperParams,
+) {
+    given::make::<D128<false>>(starts, past_seqlens, schedule, &p);
+}
+
 /// Where the tensor cores sum P, fills the operand of ones; the caller's barrier publishes it.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn fill_ones<T: MmaElement, S: Tile>(base: u32) {
@@ -670,7 +691,7 @@ pub fn paged_grid(p: &PagedHopperParams, rows: u32, multiprocessors: u32) -> [u3
 /// Grid of the merge that follows CTAs with equal ranges of the work.
 #[cfg(not(target_arch = "nvptx64"))]
 pub fn merge_grid(p: &PagedHopperParams) -> [u32; 3] {
-    [schedule::ROWS / parts::MERGE_ROWS, p.ctas, 1]
+    [p.ctas, schedule::ROWS / parts::MERGE_ROWS, 1]
 }
 
 /// Words of a division: those of row tiles, and those of where ranges begin.
@@ -678,7 +699,7 @@ pub fn merge_grid(p: &PagedHopperParams) -> [u32; 3] {
 pub fn schedule_words(p: &PagedHopperParams) -> [usize; 2] {
     // CTAs that share a row tile have a place each.
     let row_tiles = (most_row_tiles(p) + p.ctas) as usize;
-    [row_tiles * schedule::TILE_WORDS as usize, ((p.ctas + 1) * schedule::START_WORDS) as usize]
+    [row_tiles * schedule::TILE_WORDS as usize, ((p.ctas + 1) * schedule::LEFT_WORDS) as usize]
 }
 
 /// Numbers that the CTAs leave for the merge: columns and states.

@@ -18,6 +18,7 @@ pub(super) static TABLES: &[&[super::Entry]] = &[
     HOPPER_MASKED,
     HOPPER_PAGED,
     HOPPER_PAGED_SPLIT,
+    HOPPER_PAGED_SCHEDULE,
     HOPPER_PAGED_MERGE,
     HOPPER_QUANTIZED,
     HOPPER_PAGED_QUANTIZED,
@@ -118,7 +119,7 @@ hopper_paged_kernels!(HOPPER_PAGED, Attention, run_paged,
 hopper_paged_kernels!(HOPPER_PAGED_SPLIT, SplitAttention, run_paged_split,
     ([q 0, k 1, v 2] cos: T, sin: T, starts: i32, past_seqlens: i32, block_table: i32,
      head_sink: T, out: T, row_tiles: u32, range_starts: u32, part_columns: f32,
-     part_states: [f32; 2]; p: PagedHopperParams), {
+     part_states: [f32; 2], schedule: u32; p: PagedHopperParams), {
     gqa_hopper_paged_split_f16_d64, gqa_hopper_paged_split_bf16_d64 => hopper::D64Short;
     gqa_hopper_paged_split_f16_d96, gqa_hopper_paged_split_bf16_d96 => hopper::D96Short;
     gqa_hopper_paged_split_f16_d128, gqa_hopper_paged_split_bf16_d128 => hopper::D128<false>;
@@ -126,9 +127,16 @@ hopper_paged_kernels!(HOPPER_PAGED_SPLIT, SplitAttention, run_paged_split,
     gqa_hopper_paged_split_f16_d256, gqa_hopper_paged_split_bf16_d256 => hopper::D256<false>;
 });
 
+// Divides the work of these once for many calls.
+kernels!(HOPPER_PAGED_SCHEDULE, HopperPaged: Schedule, "hopper-paged",
+    (starts: i32, past_seqlens: i32, schedule: u32; p: PagedHopperParams),
+    each { head_size: 0, rows: 0, keys: 0, threads: hopper::D128::<false>::THREADS, min_blocks: 1,
+           shared: hopper::D128::<false>::PAGED_SHARED_BYTES, hot: true, min_sm: 90 }, {
+    gqa_hopper_paged_schedule => hopper::schedule_work, T = f32;
+});
+
 kernels!(HOPPER_PAGED_MERGE, HopperPaged: Merge, "hopper-paged",
-    (row_tiles: u32, range_starts: u32, part_columns: f32, part_states: [f32; 2], head_sink: T,
-     out: T;
+    (range_starts: u32, part_columns: f32, part_states: [f32; 2], head_sink: T, out: T;
      p: PagedHopperParams),
     each { head_size: 256, rows: 0, keys: 0, threads: hopper::MERGE_THREADS, min_blocks: 2,
            shared: 0, hot: true, min_sm: 90 }, {
@@ -189,7 +197,7 @@ hopper_quantized_kernels!(HOPPER_PAGED_QUANTIZED_SPLIT, HopperPagedQuantized: Sp
     "hopper-paged-quantized", run_paged_split_quantized, PAGED_SHARED_BYTES,
     ([q 0, k 1, v 2] cos: T, sin: T, k_scale: f32, v_scale: f32, starts: i32, past_seqlens: i32,
      block_table: i32, head_sink: T, out: T,
-     row_tiles: u32, range_starts: u32, part_columns: f32, part_states: [f32; 2];
+     row_tiles: u32, range_starts: u32, part_columns: f32, part_states: [f32; 2], schedule: u32;
      p: QuantizedPagedHopperParams), {
     gqa_hopper_paged_quantized_split_f16_d64, gqa_hopper_paged_quantized_split_bf16_d64,
         gqa_hopper_paged_quantized_split_f8_bf16_d64 => hopper::QuantizedD64;

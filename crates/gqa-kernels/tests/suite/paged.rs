@@ -229,7 +229,7 @@ proptest! {
     #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(150) })]
 
     /// Nor do they where CTAs divide the work of a prefill. Ranges begin one behind the other, and
-    /// each CTA has the row tiles of its own.
+    /// each CTA has the row tiles of its own; by a schedule they are the same.
     #[test]
     fn no_integer_leads_a_division_outside(
         (batch, q_len, tokens, ctas) in (1..=40u32, 1..=300u32, 1..=600u32, 1..=20u32),
@@ -254,9 +254,20 @@ proptest! {
             integers.iter().map(|i| i.wrapping_mul(times)).collect()
         };
         let (starts, past) = (long(&starts[..=batch as usize]), long(&past[..batch as usize]));
-        let [row_tiles, range_starts] = hopper::divided(&starts, &past, &p, seed)
+        let divided = |given| {
+            hopper::divided(&starts, &past, given, &p, seed)
+                .map_err(|fault| TestCaseError::fail(fault.to_string()))
+        };
+        let [row_tiles, range_starts] = divided(None)?;
+        let made = hopper::made(&starts, &past, &p, seed)
             .map_err(|fault| TestCaseError::fail(fault.to_string()))?;
-        let places = range_starts.chunks(4).map(|place| [place[0], place[1], place[2]]);
+        let right = [row_tiles.clone(), range_starts.clone()];
+        prop_assert_eq!(&divided(Some(&made))?, &right);
+        // A word of other lengths, shapes or ranges.
+        let mut damaged = made.clone();
+        damaged[seed as usize % hopper::words_read(batch as usize, ctas)] ^= 1 << (seed % 32);
+        prop_assert_eq!(&divided(Some(&damaged))?, &right);
+        let places = range_starts.chunks(8).map(|place| [place[0], place[1], place[2]]);
         let begins: Vec<_> = places.collect();
         let end = begins[ctas as usize];
         prop_assert!(begins.is_sorted() && begins[0] == [0; 3], "{begins:?}");

@@ -192,15 +192,16 @@ impl Paged {
     }
 
     /// The int32 tensor `schedule`, of the shape of its [`TensorSpec`](crate::plan::TensorSpec),
-    /// has the division of the keys that [`Plan::schedule`](crate::plan::Plan::schedule) writes
-    /// for these lengths, once for all layers of a step. Without it every CTA divides the keys
-    /// itself, which takes longer the more sequences there are.
+    /// has the division of the work that [`Plan::schedule`](crate::plan::Plan::schedule) writes
+    /// for these lengths, once for all layers of a step: that of the keys of decode steps, or of
+    /// all that split kernels do. Without it every CTA divides the work itself, which takes longer
+    /// the more sequences there are.
     ///
     /// A schedule that was made for other lengths, another layer or another GPU changes the time
     /// and not the results, and so does one that is damaged. Nothing else may write into it: with
     /// made up parts results are wrong, and counters of the workspace may not be zero after the
-    /// call; but no memory outside of the call's is read or written. A call whose plan divides no
-    /// keys does not read it.
+    /// call; but no memory outside of the call's is read or written. A call whose plan divides
+    /// nothing does not read it.
     pub const fn scheduled(self) -> Self {
         Self { scheduled: true, ..self }
     }

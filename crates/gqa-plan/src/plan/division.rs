@@ -1,13 +1,14 @@
 //! How a decode step over a paged KV cache divides the keys of all sequences, for lengths that the
 //! host knows: what the kernels find by themselves on the device.
 
-use super::families::division;
+use super::families::{division, work_division};
 use super::launch::Plan;
 use crate::tensors::{TensorId, Tensors};
 use gqa_kernels::attention::decode::{
     Part, SHAPE_WORDS, scheduled, scheduled_parts, scheduled_tiles, scheduled_words,
 };
-use gqa_kernels::params::DecodeScheduleParams;
+use gqa_kernels::attention::hopper;
+use gqa_kernels::params::{DecodeScheduleParams, PagedHopperParams};
 use gqa_tensor::{Error, Result, TensorView};
 
 /// The division of a plan's decode step. All KV heads and row tiles have the same.
@@ -75,7 +76,7 @@ impl Division {
 
 impl Plan {
     /// Errs unless the call's schedule, if the plan reads one, is that of its lengths: with another
-    /// one kernels divide the keys themselves, in every layer.
+    /// one kernels divide the work themselves, in every layer.
     ///
     /// # Errors
     /// Names `schedule`, and the sequence or CTA where it differs.
@@ -90,9 +91,15 @@ impl Plan {
             return Ok(());
         };
         let starts = integers(TensorId::CumulativeSequenceLength);
-        let Some(division) = self.division(starts, lengths)? else { return Ok(()) };
         let given = given.iter().map(|&word| word as u32).collect::<Vec<_>>();
-        match division.difference(&given) {
+        let difference = match self.division(starts, lengths)? {
+            Some(division) => division.difference(&given),
+            None => match (starts, self.launches.iter().find_map(work_division)) {
+                (Some(starts), Some(params)) => work_difference(&given, starts, lengths, &params)?,
+                _ => None,
+            },
+        };
+        match difference {
             Some(got) => {
                 let allowed = "what its launch writes for these lengths and this plan, and nothing \
                                else";
@@ -122,4 +129,17 @@ impl Division {
         let changed = words.into_iter().find(|&i| given[i] != right[i])?;
         Some(format!("a changed word {changed}"))
     }
+}
+
+/// What is wrong with a schedule that divides the work of kernels which split keys.
+fn work_difference(
+    given: &[u32],
+    starts: &[i32],
+    lengths: &[i32],
+    params: &PagedHopperParams,
+) -> Result<Option<String>> {
+    let right = hopper::made(starts, lengths, params, 0).map_err(Error::machine)?;
+    let read = 0..hopper::words_read(lengths.len(), params.ctas);
+    let changed = read.into_iter().find(|&i| given.get(i) != right.get(i));
+    Ok(changed.map(|i| format!("another word {i}")))
 }

@@ -118,6 +118,12 @@ impl Launch {
     pub fn params(&self) -> &[u8] {
         &self.params
     }
+
+    /// The argument of that name.
+    pub(crate) fn argument(&self, name: &str) -> Option<Arg> {
+        let number = self.entry.arguments.iter().position(|known| *known == name)?;
+        self.args.get(number).copied()
+    }
 }
 
 impl Launch {
@@ -202,7 +208,7 @@ impl Plan {
     }
 
     /// The launch that writes the tensor [`schedule`](TensorId::Schedule) of a call that
-    /// [has it](crate::engine::Paged::scheduled); `None` where the plan divides no keys by lengths,
+    /// [has it](crate::engine::Paged::scheduled); `None` where the plan divides no work by lengths,
     /// and does not read that tensor. It reads `seqlens_k` and, unless each sequence has one token,
     /// `cumulative_sequence_length`; it is none of [`launches`](Self::launches). Calls with the
     /// same lengths, heads and GPU, those of a model's layers, can share what it writes.

@@ -27,7 +27,7 @@ use super::build::{block_rows, element, find, launch, page_steps, pages_strides,
 use super::cascade::refusals;
 use super::contiguous::Composed;
 use super::device::DeviceInfo;
-use super::families::schedule;
+use super::families::{schedule, work_schedule};
 use super::launch::{Arg, Launch};
 use super::mixed::{Attention, Attentions};
 use super::options::PlanOptions;
@@ -104,7 +104,11 @@ pub(super) fn compose(
         launches.push(Prologue::new(problem, pages, rows)?.gaps(least, lack_rows, device)?);
     }
     if is_in_place {
-        let schedule = launches.iter().find_map(schedule).transpose()?;
+        let of_keys = launches.iter().find_map(schedule);
+        if of_keys.is_some() {
+            launches.iter_mut().for_each(Launch::forget_work_schedule);
+        }
+        let schedule = of_keys.or_else(|| launches.iter().find_map(work_schedule)).transpose()?;
         let positions = positions(problem, true);
         return Ok(Composed { launches, schedule, decisions, positions });
     }

@@ -17,7 +17,7 @@ use gqa_kernels::params::{
 };
 use gqa_kernels::prologue::dequantize;
 use gqa_kernels::registry::{Entry, Role};
-use gqa_tensor::DType;
+use gqa_tensor::{DType, TensorView};
 
 /// A Llama-3-8B layer: `s` new rows after `past`, shared cache of 8192 rows.
 const QK_NORM: QkNorm = QkNorm { q_epsilon: 1e-6, k_epsilon: 1e-5 };
@@ -1798,7 +1798,7 @@ fn a_long_sequence_beside_a_prompt_is_split() {
     let p: &PagedHopperParams = bytemuck::from_bytes(&plan.launches[1].params);
     assert_eq!((p.tile_heads, p.ctas, p.shortest, p.keys), (4, 132, 2, 128));
     let grids = [1, 2].map(|launch| plan.launches[launch].grid);
-    assert_eq!(grids, [[132, 1, 1], [8, 132, 1]]);
+    assert_eq!(grids, [[132, 1, 1], [132, 8, 1]]);
     // No more CTAs than there may be pieces of two key tiles of 34, in row tiles of 16 tokens: the
     // device may find all tokens in one sequence, or as many in each as the longest has.
     let ctas = |tokens: usize| {
@@ -2327,6 +2327,57 @@ fn schedules_belong_to_steps_that_divide_keys() {
     }
 }
 
+/// So do those of kernels that split prefill, unless decode steps beside them divide keys.
+#[test]
+fn schedules_belong_to_prefill_that_is_divided() {
+    let scheduled = |p| with_pages(p, |pages| Pages { scheduled: true, ..pages });
+    let made = |p: &Problem| plan(p, &device("h200"), &PlanOptions::default()).unwrap();
+    let is_read = |arg: &Arg| matches!(arg, Arg::Tensor { id: TensorId::Schedule, .. });
+    for p in [over_blocks(4, 40, 8192), quantized(over_blocks(4, 40, 8192), CODES[0])] {
+        let plan = made(&scheduled(p.clone()));
+        let schedule = plan.schedule().unwrap();
+        assert!(kernel(schedule).contains("hopper_paged_schedule"));
+        let mut read = plan.launches.iter().filter(|launch| launch.args.iter().any(is_read));
+        assert!(kernel(read.next().unwrap()).contains("split") && read.next().is_none());
+        plan.launches.iter().chain([schedule]).for_each(|launch| check(&plan, launch));
+        assert!(made(&p).schedule().is_none());
+    }
+}
+
+/// Where schedules are checked, one of other lengths is an error, and so is a changed word.
+#[test]
+fn a_stale_schedule_of_prefill_is_found() {
+    let p = with_pages(over_blocks(4, 40, 8192), |pages| Pages { scheduled: true, ..pages });
+    let device = DeviceInfo { multiprocessors: 3, ..device("h200") };
+    let plan = plan(&p, &device, &PlanOptions::default()).unwrap();
+    let params = plan.schedule().unwrap().params();
+    let params: PagedHopperParams = bytemuck::pod_read_unaligned(params);
+    let (starts, lengths) = ([0, 40, 41, 41, 43], [5000, 1, 0, 130]);
+    let made = |lengths: &[i32]| -> Vec<i32> {
+        let words = hopper::made(&starts, lengths, &params, 0).unwrap();
+        words.into_iter().map(|word| word as i32).collect()
+    };
+    let check = |words: &[i32]| {
+        let given = [
+            (TensorId::Schedule, words),
+            (TensorId::SeqlensK, &lengths),
+            (TensorId::CumulativeSequenceLength, &starts),
+        ];
+        let views = given.into_iter().map(|(id, words)| (id, TensorView::I32(words)));
+        plan.check_schedule(&views.collect())
+    };
+    let mut right = made(&lengths);
+    check(&right).unwrap();
+    let told = check(&made(&[5000, 2, 0, 130])).unwrap_err().to_string();
+    assert!(told.starts_with("schedule: got another word 18; allowed: "), "{told}");
+    right[30] ^= 1;
+    assert!(check(&right).is_err());
+    // No kernel reads what is behind the ranges.
+    right[30] ^= 1;
+    *right.last_mut().unwrap() ^= 1;
+    check(&right).unwrap();
+}
+
 /// Compares the bytes that each argument's strides and counts reach with its size.
 fn check(plan: &Plan, launch: &Launch) {
     let [x, y, z] = launch.grid;
@@ -2796,6 +2847,7 @@ fn hopper_paged_reach(name: &str, launch: &Launch, element: usize) -> usize {
         "starts" => (a.batch + 1) as usize * 4,
         "past_seqlens" => a.batch as usize * 4,
         "block_table" => (a.batch * p.per_sequence) as usize * 4,
+        "schedule" => hopper::words_read(a.batch as usize, p.ctas) * 4,
         _ => rotating_reach(name, &p.hopper, element),
     }
 }

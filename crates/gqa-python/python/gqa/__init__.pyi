@@ -234,7 +234,7 @@ def get_scheduler_metadata(
     cache_leftpad: Array | None = None, page_size: SupportsIndex | None = None,
     max_seqlen_k_new: SupportsIndex = 0, causal: bool = False, window_size: Window = (-1, -1),
     has_softcap: bool = False, num_splits: int = 0, pack_gqa: bool | None = None,
-    sm_margin: int = 0,
+    sm_margin: int = 0, total_q: SupportsIndex | None = None,
 ) -> _A: ...
 def get_mla_metadata(*args: object, **kwargs: object) -> tuple[None, None]: ...
 def flash_mla_with_kvcache(

@@ -47,6 +47,8 @@ class Metadata(NamedTuple):
     # Most rows and keys of a sequence.
     rows: int
     keys: int
+    # Rows of all sequences.
+    tokens: int
     heads: int
     kv_heads: int
     size: int

@@ -268,10 +268,12 @@ def metadata(step: Metadata, lengths: Tensor, starts: Any, dtype: torch.dtype) -
     columns = -(-step.keys // step.block_size)
     wanted = None, not step.appends, not step.appends, False, False, quantized
     last = None, None, None, one_each, True
-    # Whether calls divide keys depends on how many blocks the cache has, which is not said.
-    for blocks in (batch * columns, columns):
+    # How calls divide keys depends on how many blocks the cache has, which is not said: with few,
+    # decode steps divide them. Beside prefill these may have a launch of their own.
+    guesses = batch * columns, columns
+    for blocks in guesses if step.rows == 1 else guesses[::-1]:
         numbers = (blocks, step.block_size, columns), step.rows, step.keys, *wanted, *last
-        asked = "paged", q, step.kv_heads, step.scores, batch, batch * step.rows, *numbers
+        asked = "paged", q, step.kv_heads, step.scores, batch, step.tokens, *numbers
         words = _launch.schedule(plan(*asked), starts, lengths, _stream(device))
         if words is not None:
             return words

@@ -421,20 +421,23 @@ def get_scheduler_metadata(
     num_splits: int = 0,
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
+    total_q: SupportsIndex | None = None,
 ) -> Any:
-    """How calls over a KV cache divide the keys of these sequences, for ``scheduler_metadata``.
+    """How calls over a KV cache divide the work of these sequences, for ``scheduler_metadata``.
 
     Made once a step, it serves all layers: each call would otherwise compute it again. Returns an
-    int32 tensor, which a kernel writes in torch's current stream; without elements where calls do
-    not divide keys, and on the CPU.
+    int32 tensor, which a kernel writes in torch's current stream; without elements where calls
+    divide nothing, and on the CPU.
 
     ``cache_seqlens``, int32 (``batch_size``), and ``cu_seqlens_q`` are the calls' tensors of torch;
     without ``cu_seqlens_q`` every sequence has ``max_seqlen_q`` rows. ``max_seqlen_k`` is that of
     the calls, or the rows of a sequence's blocks, which have ``page_size`` each. ``qkv_dtype`` is
     the type of q, or that of a quantized KV cache; None: bfloat16. Calls append keys where
-    ``max_seqlen_k_new`` is not 0. A schedule for other calls than those that get it makes them no
-    faster, and changes no result. ``headdim_v``, ``cu_seqlens_k_new``, ``cache_leftpad``,
-    ``has_softcap``, ``num_splits``, ``pack_gqa`` and ``sm_margin`` are ignored.
+    ``max_seqlen_k_new`` is not 0. ``total_q`` is the number of q's rows, which ``cu_seqlens_q``
+    has on the GPU alone: without it, a batch of chunks and decode steps mostly gets no schedule. A
+    schedule for other calls than those that get it makes them no faster, and changes no result.
+    ``headdim_v``, ``cu_seqlens_k_new``, ``cache_leftpad``, ``has_softcap``, ``num_splits``,
+    ``pack_gqa`` and ``sm_margin`` are ignored.
     """
     if not _cpu._is_torch(cache_seqlens):
         got = type(cache_seqlens).__name__
@@ -450,7 +453,8 @@ def get_scheduler_metadata(
     q = cache_seqlens.new_empty((0, size), dtype=torch.float32)
     scores = _scores(q, None, 0.0, causal, window_size, None, None)
     appends = operator.index(max_seqlen_k_new) > 0
-    step = Metadata(batch, rows, keys, heads, kv_heads, size, block, appends, scores)
+    tokens = batch * rows if total_q is None else _positive("total_q", total_q)
+    step = Metadata(batch, rows, keys, tokens, heads, kv_heads, size, block, appends, scores)
     device = backend(cache_seqlens)
     if not hasattr(device, "metadata"):
         return cache_seqlens.new_empty(0, dtype=torch.int32)

@@ -4,9 +4,10 @@
 //! A CTA has two pieces of shared row tiles at most: the first of its range, where the CTA before
 //! it has attended to other keys of the row tile, and the last one.
 
+use super::given::Given;
 use super::output::Output;
 use super::packing::{PackedRow, Packing};
-use super::schedule::{ROWS, Schedule, tile_word};
+use super::schedule::{ROWS, Schedule};
 use super::shape::Tile;
 use crate::concept::softmax::{LOG2_E, SoftmaxState};
 use crate::num::MmaElement;
@@ -48,6 +49,8 @@ pub(super) struct Parts {
     pub(super) states: Global<[f32; 2]>,
     /// The ranges of the CTAs.
     pub(super) schedule: Schedule,
+    /// A division that was made before, or none.
+    pub(super) given: Given,
     pub(super) ctas: u32,
     /// Fewest key tiles of a piece.
     pub(super) shortest: u32,
@@ -61,8 +64,14 @@ impl Parts {
         states: Global<[f32; 2]>,
         p: &PagedHopperParams,
     ) -> Self {
-        let schedule = Schedule { row_tiles, range_starts };
-        Self { columns, states, schedule, ctas: p.ctas, shortest: p.shortest }
+        let (schedule, given) = (Schedule { row_tiles, range_starts }, Given::none());
+        Self { columns, states, schedule, given, ctas: p.ctas, shortest: p.shortest }
+    }
+
+    /// With that schedule, unless it is null.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub(super) fn by(self, schedule: Global<u32>) -> Self {
+        Self { given: Given::new(schedule), ..self }
     }
 
     /// Leaves a thread's results. States hold this lane's share of the sums, or with
@@ -102,11 +111,11 @@ struct Merged {
     columns: [[f32; COLUMNS as usize]; 2],
 }
 
-/// The kernel that merges pieces. **Grid**: 16 rows of a tile, then CTAs of the attention. A CTA
-/// merges these rows of the row tile whose first piece that CTA of the attention had.
+/// The kernel that merges pieces. **Grid**: CTAs of the attention, then 16 rows of a tile. A CTA
+/// merges these rows of the row tile whose first piece that CTA of the attention had. The first
+/// rows of all tiles begin first: decode steps have no others.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn merge<T: MmaElement>(
-    row_tiles: Global<u32>,
     range_starts: Global<u32>,
     part_columns: Global<f32>,
     part_states: Global<[f32; 2]>,
@@ -116,17 +125,17 @@ pub fn merge<T: MmaElement>(
 ) {
     grid_dependency_wait();
     launch_dependents();
-    let parts = Parts::new([row_tiles, range_starts], part_columns, part_states, &p);
-    let cta = block_idx_y();
-    let [begin, end] = [0, 1].map(|next| parts.schedule.range_start(cta + next));
-    let [row_tile, group, keys] = end;
+    let parts = Parts::new([Global::null(), range_starts], part_columns, part_states, &p);
+    let cta = block_idx_x();
+    // All that the merge needs first, in one flight.
+    let seen = parts.schedule.range_start((cta + lane()).min(p.ctas));
+    let [first, start, past, total] = parts.schedule.cut(cta + 1);
+    let [begin, end] = [0, 1].map(|next| seen.map(|word| shfl_idx_u32(word, next)));
+    let [_, group, keys] = end;
     if keys == 0 || is_within(begin, end) {
         return;
     }
-    let words = tile_word(cta, row_tile);
-    let [_, first, start, _] = row_tiles.load_vec((words + 4) as usize);
-    let [past, total, ..] = row_tiles.load_vec((words + 8) as usize);
-    let row = block_idx_x() * MERGE_ROWS + warp() * WARP_ROWS as u32;
+    let row = block_idx_y() * MERGE_ROWS + warp() * WARP_ROWS as u32;
     let found: [PackedRow; WARP_ROWS] = core::array::from_fn(|i| {
         let row = Packing::Heads(p.tile_heads).find(first, row, i as u32);
         PackedRow { is_empty: row.is_empty || row.token >= total.wrapping_sub(past), ..row }
@@ -136,7 +145,7 @@ pub fn merge<T: MmaElement>(
     if !any_sync(exists[0] || exists[1]) {
         return;
     }
-    let merged = parts.merge_rows(cta, end, (row, exists), &p);
+    let merged = parts.merge_rows(cta, (seen, end), (row, exists), &p);
     for i in 0..WARP_ROWS {
         if exists[i] {
             let head = group * p.tile_heads + found[i].head;
@@ -201,19 +210,23 @@ impl Merged {
 
 impl Parts {
     /// Merges rows of the tile in which the range of `cta` ends at `end`, from row `row` on, those
-    /// that exist. CTAs behind that one have the other pieces; an empty range has none.
+    /// that exist. CTAs behind that one have the other pieces; an empty range has none. `begin` is
+    /// where the range of CTA `cta + lane` begins.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn merge_rows(
         self,
         cta: u32,
-        end: [u32; 3],
+        (mut begin, end): ([u32; 3], [u32; 3]),
         (row, exists): (u32, [bool; WARP_ROWS]),
         p: &PagedHopperParams,
     ) -> [Merged; WARP_ROWS] {
         let mut merged = [Merged::EMPTY; WARP_ROWS];
         for first in Rolled(cta..p.ctas, SEEN) {
             let other = (first + lane()).min(p.ctas);
-            let (begin, begun) = (self.schedule.range_start(other), other > cta);
+            if first > cta {
+                begin = self.schedule.range_start(other);
+            }
+            let begun = other > cta;
             let next = begin.map(|word| shfl_idx_u32(word, (lane() + 1) % LANES));
             let is_here = lane() < SEEN && (!begun || other < p.ctas && is_within(begin, end));
             let row = place(other, begun) * ROWS + row;

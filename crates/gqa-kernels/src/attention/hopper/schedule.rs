@@ -4,7 +4,8 @@
 //! **Every CTA divides all work by itself**, [`divide`], before its warps go to their tasks: the
 //! threads count the row tiles of all sequences and sum up their key tiles, and find where the
 //! CTA's range begins and ends. Then they describe the row tiles of this range alone. A kernel of
-//! one CTA ahead that did this once for all took 3 to 4 us of each call.
+//! one CTA ahead that did this once for all took 3 to 4 us of each call. Where an engine has all
+//! ranges computed once a step, a CTA takes its own from there (`given.rs`).
 //!
 //! **Order of the work**: row tile, group of query heads that share it, key tile. The work of a row
 //! tile is its key tiles and [`BEGINNING`]. Ranges begin at row tiles, or at multiples of the
@@ -12,8 +13,8 @@
 //!
 //! **Memory**: row_tiles (row tile + CTA, [`TILE_WORDS`]) as [`Work`] has them, each written by the
 //! CTAs that have some of its work: the last row tile of a CTA may be the first one of the next,
-//! and has a place for each. range_starts (CTA + 1, 4): row tile, group, key tile and 0. The last
-//! one is behind all work. The merge reads both.
+//! and has a place for each. range_starts (CTA + 1, [`LEFT_WORDS`]), which the merge reads: row
+//! tile, group, key tile, 0, and where the row tile's rows are. The last one is behind all work.
 //!
 //! **Shared memory**: sums, in the place of the K and V stages, which nothing has filled yet; where
 //! the range begins and ends, and its first row tile, in the place of the
@@ -45,9 +46,13 @@ pub(super) const ROWS: u32 = 2 * WARPGROUP_ROWS;
 pub(super) const TILE_WORDS: u32 = 12;
 /// Words of a place where a range begins.
 pub(super) const START_WORDS: u32 = 4;
+/// Words of it in scratch memory, with those of its row tile that the merge needs.
+pub(super) const LEFT_WORDS: u32 = 2 * START_WORDS;
 
 /// Offset of the range's first row tile, in words behind where it begins and ends.
 const FIRST: u32 = 2 * START_WORDS;
+/// Bytes of these, in the place of the window.
+pub(super) const HERE: u32 = 4 * (FIRST + TILE_WORDS);
 /// What the beginning of a row tile costs, in key tiles.
 const BEGINNING: u32 = 2;
 /// Offset of the row tiles of the sequences up to each one, behind the sums of the warps.
@@ -58,22 +63,26 @@ const WORK: u32 = ROW_TILES + 4 * MOST_SEQUENCES;
 const SUMS: u32 = WORK + 4 * MOST_ROW_TILES;
 
 /// Where a range begins: row tile, group and key tile.
-type Start = [u32; 3];
+pub(super) type Start = [u32; 3];
 
 /// What divides the work of a call, in a CTA of `S`.
-struct Call<'a, S> {
-    p: &'a AttentionParams,
-    sequences: Sequences,
-    parts: Parts,
+pub(super) struct Call<'a, S> {
+    pub(super) p: &'a AttentionParams,
+    pub(super) sequences: Sequences,
+    pub(super) parts: Parts,
+    /// Query heads of a group, which share row tiles.
+    pub(super) heads: u32,
     /// Tokens of a row tile.
-    tokens: u32,
+    pub(super) tokens: u32,
     /// Groups of query heads.
-    groups: u32,
+    pub(super) groups: u32,
+    /// Keys of a tile.
+    pub(super) keys: u32,
     shape: PhantomData<S>,
 }
 
-/// Finds the range of this CTA and describes its row tiles. All threads take part; a barrier must
-/// follow.
+/// Finds the range of this CTA, or takes that of a schedule that fits, and describes its row tiles.
+/// All threads take part; a barrier must follow.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) fn divide<S: Tile>(
     sequences: Sequences,
@@ -81,16 +90,16 @@ pub(super) fn divide<S: Tile>(
     parts: Parts,
     p: &AttentionParams,
 ) {
-    const { assert!(SUMS <= S::STAGES * S::STAGE_BYTES && S::THREADS <= LANES * LANES) }
-    let (tokens, groups) = (tokens_of(packing), quotient(p.q_heads, packing.heads()));
-    let call = Call::<S> { p, sequences, parts, tokens, groups, shape: PhantomData };
-    // Lengths that do not fit each other may ask for more than there is room for.
-    let most = most_of(p, sequences.tokens, tokens).min(MOST_ROW_TILES);
-    let count = call.count_row_tiles().min(most);
-    let work = call.sum_up_work(count);
-    sync_threads();
-    let [begin, end] = call.range(work, count);
-    call.leave(begin, end);
+    let given = parts.given;
+    let call = Call::<S>::new(sequences, packing, parts, S::N, p);
+    if given.is_given()
+        && let Some([begin, end]) = given.range(&call)
+    {
+        call.leave(begin, end, |row_tile| given.row_tile(&call, row_tile - begin[0]));
+    } else {
+        let [begin, end] = call.divided();
+        call.leave(begin, end, |row_tile| call.row_tile(row_tile));
+    }
     // TMA fills the place of the sums next.
     fence_proxy_async();
 }
@@ -115,7 +124,37 @@ fn tokens_of(packing: Packing) -> u32 {
     ROWS / WARPGROUP_ROWS * packing.tokens()
 }
 
-impl<S: Tile> Call<'_, S> {
+impl<'a, S: Tile> Call<'a, S> {
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub(super) fn new(
+        sequences: Sequences,
+        packing: Packing,
+        parts: Parts,
+        keys: u32,
+        p: &'a AttentionParams,
+    ) -> Self {
+        const { assert!(SUMS <= S::STAGES * S::STAGE_BYTES && S::THREADS <= LANES * LANES) }
+        let (heads, tokens) = (packing.heads(), tokens_of(packing));
+        let groups = quotient(p.q_heads, heads);
+        Self { p, sequences, parts, heads, tokens, groups, keys, shape: PhantomData }
+    }
+
+    /// Row tiles for a group of query heads, at most. Lengths that do not fit each other may ask
+    /// for more than there is room for.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub(super) fn most(&self) -> u32 {
+        most_of(self.p, self.sequences.tokens, self.tokens).min(MOST_ROW_TILES)
+    }
+
+    /// Where the range of this CTA begins, and that of the next one. All threads take part.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub(super) fn divided(&self) -> [Start; 2] {
+        let count = self.count_row_tiles().min(self.most());
+        let work = self.sum_up_work(count);
+        sync_threads();
+        self.range(work, count)
+    }
+
     /// The sums `bytes` bytes behind the first.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn sums(bytes: u32) -> Shared<u32> {
@@ -161,14 +200,14 @@ impl<S: Tile> Call<'_, S> {
         before
     }
 
-    /// A row tile of the first query head.
+    /// A row tile of the first query head, once all are counted.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn row_tile(&self, number: u32) -> Work {
+    pub(super) fn row_tile(&self, number: u32) -> Work {
         let sums = Self::sums(ROW_TILES);
         let batch = first_above(sums, self.p.batch.min(MOST_SEQUENCES), number);
         let before = if batch == 0 { 0 } else { sums.load(batch - 1) };
         let rows = [(number - before) * self.tokens, self.tokens];
-        Work::of_row_tile(batch, rows, self.sequences.get(batch, self.p), S::N, self.p)
+        Work::of_row_tile(batch, rows, self.sequences.get(batch, self.p), self.keys, self.p)
     }
 
     /// Where the range of this CTA begins, and that of the next one, with so much work in each
@@ -208,9 +247,9 @@ impl<S: Tile> Call<'_, S> {
         }
     }
 
-    /// Leaves the range and the descriptions of its row tiles.
+    /// Leaves the range and what `describe` says of its row tiles.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn leave(&self, begin: Start, end: Start) {
+    fn leave(&self, begin: Start, end: Start, describe: impl Fn(u32) -> Work) {
         let Parts { schedule, ctas, .. } = self.parts;
         let here = Shared::<u32>::at(S::BYTES);
         if thread_idx() == 0 {
@@ -222,15 +261,18 @@ impl<S: Tile> Call<'_, S> {
                 schedule.leave_start(ctas, end);
             }
         }
-        let behind = end[0] + u32::from((end[1] | end[2]) > 0);
-        for row_tile in Rolled(begin[0] + thread_idx()..behind, S::THREADS) {
-            let words = self.row_tile(row_tile).words();
+        for row_tile in Rolled(begin[0] + thread_idx()..behind(end), S::THREADS) {
+            let words = describe(row_tile).words();
             for i in 0..3 {
                 let at = tile_word(block_idx_x(), row_tile) + 4 * i as u32;
                 schedule.row_tiles.store_vec(at as usize, words[i]);
                 if row_tile == begin[0] {
                     here.store_vec(FIRST + 4 * i as u32, words[i]);
                 }
+            }
+            if row_tile == begin[0] {
+                let [_, [_, row, start, _], [past, total, ..]] = words;
+                schedule.leave_cut(block_idx_x(), [row, start, past, total]);
             }
         }
     }
@@ -251,6 +293,12 @@ impl<S: Tile> Call<'_, S> {
         sync_threads();
         if warp() == 0 { up_to } else { before + up_to }
     }
+}
+
+/// One past the last row tile of a range that ends there.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+pub(super) fn behind([row_tile, group, keys]: Start) -> u32 {
+    row_tile + u32::from((group | keys) > 0)
 }
 
 /// The first word of a row tile as a CTA leaves it.
@@ -303,14 +351,27 @@ impl Schedule {
     /// Where the range of a CTA begins.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn range_start(self, cta: u32) -> Start {
-        let [row_tile, group, keys, _] = self.range_starts.load_vec((START_WORDS * cta) as usize);
+        let [row_tile, group, keys, _] = self.range_starts.load_vec((LEFT_WORDS * cta) as usize);
         [row_tile, group, keys]
+    }
+
+    /// Of the row tile where the range of a CTA begins, the first token in its sequence, the
+    /// sequence's first token, and its past and total keys.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub(super) fn cut(self, cta: u32) -> [u32; 4] {
+        self.range_starts.load_vec((LEFT_WORDS * cta + START_WORDS) as usize)
     }
 
     /// Leaves where the range of a CTA begins.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn leave_start(self, cta: u32, [row_tile, group, keys]: Start) {
-        self.range_starts.store_vec((START_WORDS * cta) as usize, [row_tile, group, keys, 0]);
+        self.range_starts.store_vec((LEFT_WORDS * cta) as usize, [row_tile, group, keys, 0]);
+    }
+
+    /// Leaves what [`cut`](Self::cut) is for.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn leave_cut(self, cta: u32, words: [u32; 4]) {
+        self.range_starts.store_vec((LEFT_WORDS * cta + START_WORDS) as usize, words);
     }
 
     /// The range of this CTA, as [`divide`] has left it.
@@ -344,7 +405,9 @@ impl WorkRange {
         let from = self.from;
         self.step();
         let is_cut = self.left == 0 && self.end > 0;
-        Some(work.piece([from, if is_cut { self.end } else { work.keys.count() }]))
+        // A schedule may say anything.
+        let to = if is_cut { self.end.min(work.keys.count()) } else { work.keys.count() };
+        Some(work.piece([from, to]))
     }
 
     /// To the next group, or the first one of the next row tile.
@@ -371,7 +434,7 @@ impl WorkRange {
 
 /// What the CTAs of a call leave for these lengths, by the simulated machine: row tiles, and where
 /// ranges begin. `starts` is (sequences + 1), `past_seqlens` (sequences); the CTAs are those of the
-/// kernel for head size 128.
+/// kernel for head size 128. They take their ranges from `given`, if that fits.
 ///
 /// # Errors
 /// Where a CTA leaves its memory, or several write one place.
@@ -379,38 +442,71 @@ impl WorkRange {
 pub fn divided(
     starts: &[i32],
     past_seqlens: &[i32],
+    given: Option<&[u32]>,
     p: &PagedHopperParams,
     seed: u64,
 ) -> Result<[Vec<u32>; 2], gqa_sim::Fault> {
-    use super::{D128, schedule_words};
+    use super::schedule_words;
     use gqa_sim::Arg;
-    type Shape = D128<false>;
     let [mut row_tiles, mut range_starts] = schedule_words(p).map(|words| vec![u32::MAX; words]);
-    let launch = gqa_sim::Launch {
-        name: "divide",
-        grid: [p.ctas, 1, 1],
-        threads: Shape::THREADS,
-        shared_bytes: Shape::PAGED_SHARED_BYTES,
-        seed,
-        communicates: true,
-        ..gqa_sim::Launch::default()
-    };
-    let kernel = |given: &gqa_sim::Arguments| {
-        let p: PagedHopperParams = given.params(4);
-        let schedule = Schedule { row_tiles: given.global(2), range_starts: given.global(3) };
-        let (columns, states) = (Global::null(), Global::null());
-        let parts = Parts { columns, states, schedule, ctas: p.ctas, shortest: p.shortest };
-        let pages = Pages::new(given.global(0), given.global(1), Global::null(), &p);
+    let kernel = |arguments: &gqa_sim::Arguments| {
+        let p: PagedHopperParams = arguments.params(5);
+        let schedule = [arguments.global(2), arguments.global(3)];
+        let parts = Parts::new(schedule, Global::null(), Global::null(), &p);
+        let parts = parts.by(arguments.global(4));
+        let pages = Pages::new(arguments.global(0), arguments.global(1), Global::null(), &p);
         let (packing, attention) = (Packing::Heads(p.tile_heads), &p.hopper.attention);
-        divide::<Shape>(pages.sequences, packing, parts, attention);
+        divide::<Simulated>(pages.sequences, packing, parts, attention);
     };
-    let given = [
+    let arguments = [
         Arg::read(starts),
         Arg::read(past_seqlens),
         Arg::write(&mut row_tiles),
         Arg::write(&mut range_starts),
+        given.map_or_else(Arg::null, Arg::read),
         Arg::params(p),
     ];
-    gqa_sim::launch(&launch, &kernel, &given)?;
+    gqa_sim::launch(&simulated("divide", p, seed), &kernel, &arguments)?;
     Ok([row_tiles, range_starts])
+}
+
+/// The schedule for these lengths, by the simulated machine.
+///
+/// # Errors
+/// Where a CTA leaves its memory, or several write one place.
+#[cfg(not(target_arch = "nvptx64"))]
+pub fn made(
+    starts: &[i32],
+    past_seqlens: &[i32],
+    p: &PagedHopperParams,
+    seed: u64,
+) -> Result<Vec<u32>, gqa_sim::Fault> {
+    use gqa_sim::Arg;
+    let mut words = vec![0; super::given_words(past_seqlens.len())];
+    let kernel = |arguments: &gqa_sim::Arguments| {
+        let [starts, past_seqlens] = [arguments.global(0), arguments.global(1)];
+        let p: PagedHopperParams = arguments.params(3);
+        super::given::make::<Simulated>(starts, past_seqlens, arguments.global(2), &p);
+    };
+    let arguments =
+        [Arg::read(starts), Arg::read(past_seqlens), Arg::write(&mut words), Arg::params(p)];
+    gqa_sim::launch(&simulated("make", p, seed), &kernel, &arguments)?;
+    Ok(words)
+}
+
+/// The shape of simulated CTAs.
+#[cfg(not(target_arch = "nvptx64"))]
+type Simulated = super::D128<false>;
+
+#[cfg(not(target_arch = "nvptx64"))]
+fn simulated(name: &'static str, p: &PagedHopperParams, seed: u64) -> gqa_sim::Launch<'static> {
+    gqa_sim::Launch {
+        name,
+        grid: [p.ctas, 1, 1],
+        threads: Simulated::THREADS,
+        shared_bytes: Simulated::PAGED_SHARED_BYTES,
+        seed,
+        communicates: true,
+        ..gqa_sim::Launch::default()
+    }
 }

@@ -22,7 +22,7 @@ pub(super) const WORK_BYTES: u32 = 48;
 /// and the inclusive prefix sum of work tiles in the window.
 pub(super) const SEQUENCE_BYTES: u32 = 16;
 /// Bytes of the window: its sequences, their range, and the number of all work tiles.
-const WINDOW_BYTES: u32 = (LANES + 2) * SEQUENCE_BYTES;
+pub(super) const WINDOW_BYTES: u32 = (LANES + 2) * SEQUENCE_BYTES;
 /// Shared memory that one CTA can have, in bytes.
 const SHARED: u32 = 227 * 1024;
 /// More K and V tiles in flight hide no more latency.

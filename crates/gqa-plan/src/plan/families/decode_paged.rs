@@ -139,19 +139,15 @@ pub(in crate::plan) fn division(step: &Launch) -> Option<DecodeScheduleParams> {
 
 /// The launch that writes the schedule which `step` reads, if it does.
 pub(in crate::plan) fn schedule(step: &Launch) -> Option<Result<Launch>> {
-    let argument = |name| {
-        let number = step.entry.arguments.iter().position(|known| *known == name)?;
-        step.args.get(number).copied()
-    };
-    let written = argument("schedule").filter(|arg| *arg != Arg::Null)?;
+    let written = step.argument("schedule").filter(|arg| *arg != Arg::Null)?;
     let is_schedule = |entry: &&Entry| {
         entry.family == registry::Family::DecodePaged && entry.role == Role::Schedule
     };
     let entry = registry::entries().find(is_schedule)?;
     let params = division(step)?;
     let arguments = [
-        ("starts", argument("starts")?),
-        ("past_seqlens", argument("past_seqlens")?),
+        ("starts", step.argument("starts")?),
+        ("past_seqlens", step.argument("past_seqlens")?),
         ("schedule", written),
     ];
     Some(launch(entry, [1, 1, 1], &arguments, &params))

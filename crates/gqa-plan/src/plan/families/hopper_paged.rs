@@ -253,6 +253,9 @@ impl PagedCall {
         let params = paged_params(&job, entry)?;
         let mut arguments = arguments(&job, &params, entry)?;
         arguments.extend(scratch(&params, entry, job.scratch)?);
+        let has_place = params.ctas <= kernels::MOST_GIVEN_CTAS;
+        let given = if has_place { tensor(job.problem, TensorId::Schedule, 0) } else { Arg::Null };
+        arguments.push(("schedule", given));
         Ok(Self {
             entry,
             params,
@@ -272,6 +275,41 @@ impl PagedCall {
         let merge = launch(merge_of(self.entry)?, grid, &self.arguments, &self.params)?;
         Ok([attention, merge].map(|launch| Launch { programmatic: true, ..launch }).to_vec())
     }
+}
+
+/// What `launch` divides work by, if it reads a schedule.
+pub(in crate::plan) fn work_division(launch: &Launch) -> Option<PagedHopperParams> {
+    if launch.entry.role != Role::SplitAttention || launch.argument("schedule")? == Arg::Null {
+        return None;
+    }
+    let params = launch.params.get(..size_of::<PagedHopperParams>())?;
+    bytemuck::try_pod_read_unaligned(params).ok()
+}
+
+impl Launch {
+    /// Lets a kernel that splits prefill divide the work itself: the call's schedule is that of
+    /// another launch.
+    pub(in crate::plan) fn forget_work_schedule(&mut self) {
+        let number = self.entry.arguments.iter().position(|name| *name == "schedule");
+        if self.entry.role == Role::SplitAttention
+            && let Some(arg) = number.and_then(|number| self.args.get_mut(number))
+        {
+            *arg = Arg::Null;
+        }
+    }
+}
+
+/// The launch that writes the schedule which `launch` reads, if it does.
+pub(in crate::plan) fn work_schedule(read: &Launch) -> Option<Result<Launch>> {
+    let params = work_division(read)?;
+    let is_schedule = |entry: &&Entry| {
+        entry.family == registry::Family::HopperPaged && entry.role == Role::Schedule
+    };
+    let entry = entries().find(is_schedule)?;
+    let names = ["starts", "past_seqlens", "schedule"];
+    let [starts, lengths, written] = names.map(|name| read.argument(name));
+    let arguments = [(names[0], starts?), (names[1], lengths?), (names[2], written?)];
+    Some(launch(entry, [params.ctas, 1, 1], &arguments, &params))
 }
 
 /// The kernel that merges what one leaves in pieces, for its element type.

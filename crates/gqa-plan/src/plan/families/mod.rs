@@ -101,3 +101,4 @@ fn is_plain(p: &Problem) -> bool {
 
 pub(super) use decode::in_halves;
 pub(super) use decode_paged::{division, in_parts, schedule};
+pub(super) use hopper_paged::{work_division, work_schedule};
