@@ -210,10 +210,10 @@ impl Division {
     /// a larger kernel, and for its decode steps, which take longer than in a kernel of their own
     /// (measured: `docs/perf-log.md`).
     fn pays(&self) -> bool {
-        /// What the launches before and behind cost, in key tiles.
-        const LAUNCHES: usize = 4;
-        let factor = if self.steps < self.multiprocessors { 3 } else { 8 };
-        self.longest > self.share.saturating_add(LAUNCHES).saturating_mul(factor)
+        // What dividing and merging cost, in key tiles; beside many decode steps it takes a longer
+        // sequence.
+        let (cost, factor) = if self.steps < self.multiprocessors { (6, 3) } else { (4, 8) };
+        self.longest > self.share.saturating_add(cost).saturating_mul(factor)
     }
 
     /// CTAs for which there may be a piece.
