@@ -6,20 +6,21 @@
 use bytemuck::{Pod, Zeroable};
 use core::mem::offset_of;
 
-/// Which words of a parameter struct a layer of a model fixes, for prefill or for decode steps of
-/// as many tokens. The loader can make them constants of the kernel's text; all others may change
-/// with every call.
+/// The words of a parameter struct that are the same in all calls of a layer, for prefill or for
+/// decode steps with the same number of tokens. The loader can make them constants of the PTX; all
+/// other words may change with every call.
 pub trait Layer {
     /// Bit `i`: bytes `4 i` to `4 i + 3`.
     const FIXES: u128;
 }
 
-/// The words of a field at a byte of a struct.
+/// Bit mask of the words of a field at byte `offset`.
 const fn words<S, F>(offset: usize, _: fn(&S) -> &F) -> u128 {
     ((1 << (size_of::<F>() / 4)) - 1) << (offset / 4)
 }
 
-/// The fields of a struct that a layer fixes, and behind them structs of which it fixes a part.
+/// Implements [`Layer`] for a struct: its fixed fields, then its nested structs, which have fixed
+/// fields themselves.
 macro_rules! layer {
     ($params:ident fixes $($($field:ident).+),* $(; $($part:ident).+ in $struct:ident)*) => {
         impl Layer for $params {
@@ -54,7 +55,7 @@ impl Strides {
     }
 }
 
-/// Which extra logit joins the softmax denominator.
+/// Extra logit in the softmax denominator.
 pub mod sink {
     /// None.
     pub const NONE: u32 = 0;
@@ -80,27 +81,27 @@ pub mod qk_output {
     pub const BIASED: u32 = 5;
 }
 
-/// What each scale of a quantized KV cache is for.
+/// Granularity of the scales of a quantized KV cache.
 pub mod scales {
-    /// All of it; where it is not quantized, too.
+    /// One scale for the whole cache; also if the cache is not quantized.
     pub const PER_TENSOR: u32 = 0;
-    /// A KV head.
+    /// One scale per KV head.
     pub const PER_HEAD: u32 = 1;
-    /// A channel, which is an element of a KV head.
+    /// One scale per channel, an element of a KV head.
     pub const PER_CHANNEL: u32 = 2;
-    /// A row of the cache: they are part of it, and of new rows they are written.
+    /// Per-token scales: they are part of the cache, and appending rows writes them.
     pub const PER_TOKEN: u32 = 3;
 }
 
-/// What a decode step may do while the launch ahead of it still runs.
+/// What a decode step may do while the previous launch still runs.
 pub mod overlap {
     /// Nothing.
     pub const NONE: u32 = 0;
-    /// Load lengths and cache: of what the step reads, that launch writes only queries, new keys
-    /// and new values. Kernels that load keys early obey it.
+    /// Load lengths and cache: of the step's inputs, the previous launch writes only queries, new
+    /// keys and new values. Only kernels that load keys early use this.
     pub const CACHE: u32 = 1;
-    /// All it has to do, over a paged KV cache: neither launch reads or writes what the other one
-    /// writes. It ends when that launch has ended.
+    /// Run completely, over a paged KV cache: neither launch reads or writes what the other one
+    /// writes. The step ends only after the previous launch.
     pub const ALL: u32 = 2;
 }
 
@@ -177,8 +178,9 @@ pub struct AttentionParams {
     pub l2_section: u32,
 }
 
-// Without `kv_heads`: with it ptxas gives `hopper` at head size 64 code that is 3 to 5 % slower
-// from 2048 rows on, and no prefill gains by it (docs/results/2026-11-28-h200-constants).
+// `kv_heads` is left out: if it is constant, ptxas generates code for `hopper` at head size 64 that
+// is 3 to 5 % slower from 2048 rows on, and no prefill is faster
+// (docs/results/2026-11-28-h200-constants).
 layer!(
     AttentionParams fixes q_heads, head_size, first_prompt, causal, window, sink, qk_output, scale,
     softcap; q in Strides; out in Strides
@@ -507,12 +509,12 @@ pub struct RollingParams {
     pub from_rows: u32,
     /// As in [`AttentionParams::first_prompt`].
     pub first_prompt: u32,
-    /// 1: attention has a cache in scratch, which is what is read. 0: rows move ahead of a token's
-    /// attention.
+    /// 1: attention uses a cache in scratch memory, from which rows are copied afterwards. 0: rows
+    /// move before attention, in a decode step.
     pub staged: u32,
-    /// 1: the cache that is read is the one that is written.
+    /// 1: rows move in place: source and destination are the same cache.
     pub in_place: u32,
-    /// 1: rows behind those that stay become 0.
+    /// 1: rows after the remaining ones become 0.
     pub clears: u32,
 }
 
@@ -554,7 +556,7 @@ pub struct ScatterParams {
     pub capacity: u32,
     /// Bytes of a row.
     pub row_bytes: u32,
-    /// 1: row 0 follows the cache's last one. 0: what is behind it is not written.
+    /// 1: row 0 follows the cache's last row. 0: rows past the last one are not written.
     pub circular: u32,
 }
 
@@ -711,7 +713,8 @@ pub struct PagedGapsParams {
     pub parts: u32,
     /// 1: a token sees no later one.
     pub causal: u32,
-    /// 1: attention left out tokens before the first key of their sequence, which see all keys.
+    /// 1: attention treated tokens before the first key of their sequence as padding, but they see
+    /// all keys: recompute them.
     pub lack_rows: u32,
     /// One of [`sink`].
     pub sink: u32,
@@ -804,8 +807,8 @@ layer!(
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 pub struct PagedDecodeParams {
-    /// The step: `q_len` is the most tokens of a sequence that it takes, batch strides are 0,
-    /// `ahead` is 0.
+    /// The step: `q_len` is the most tokens of a sequence in this launch; batch strides and `ahead`
+    /// are 0.
     pub decode: DecodeParams,
     /// How far rows of the cache are apart.
     pub steps: PageSteps,
@@ -847,8 +850,8 @@ layer!(DecodeScheduleParams fixes keys, shortest);
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 pub struct LatentParams {
     /// The call: `head_size` is that of keys, `capacity` the rows of a sequence's blocks; over
-    /// blocks batch strides are 0. Strides of the cache are in its tensor maps; `latent_mma` has
-    /// them as those of k, of which a batch entry is a block.
+    /// blocks batch strides are 0. The strides of the cache are in its tensor maps; for
+    /// `latent_mma` they are the strides of k, whose batch entries are blocks.
     pub attention: AttentionParams,
     /// Rows of a batch entry of query and output: over blocks the tokens of all sequences.
     pub tokens: u32,

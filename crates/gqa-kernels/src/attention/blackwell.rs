@@ -21,14 +21,14 @@
 //! a factor for each row. **Tensor memory**: for each tile 128 columns of scores, whose first 64 the weights
 //! replace, and up to 128 of the output.
 //!
-//! **Barriers** (`layout.rs`): of tile t and key tile i, phase i of
+//! **Barriers** (`layout.rs`), one of each kind per tile; key tile `i` uses phase `i`:
 //!
-//! | barrier | arrivals | who waits |
+//! | barrier | arrivals | waiting warps |
 //! |---|---|---|
-//! | `SCORED` | the commit of S = Q·Kᵀ | softmax of the tile |
-//! | `TOLD` | each softmax thread, whose factor is in shared memory | correction; once more at the end |
-//! | `WEIGHED` | each softmax thread, whose scores are loaded and weights stored | the issuer |
-//! | `CORRECTED` | each correction thread: the output is rescaled; for i = 0: V's last rows are cleared | the issuer, and softmax before its next factor |
+//! | `SCORED` | the commit of S = Q·Kᵀ | the tile's softmax warpgroup |
+//! | `TOLD` | each softmax thread, after it has stored its row's factor in shared memory | correction; once more at the end |
+//! | `WEIGHED` | each softmax thread, after it has loaded its scores and stored its P | the issuer |
+//! | `CORRECTED` | each correction thread, after it has rescaled its output row; for i = 0, after it has cleared V's rows past the end | the issuer, and softmax before it stores the next factor |
 //! | `ADDED` | the commit of O += P·V | the issuer before it overwrites P, and correction |
 //!
 //! Key tiles go from the last to the first. Tiles pass through the stages in the order K₀ V₀ K₁ V₁

@@ -167,7 +167,8 @@ impl Tile {
         })
     }
 
-    /// Keeps what this warp's rows see in shared memory, for want of registers.
+    /// Stores the visible key ranges of this warp's rows in shared memory: no registers are left
+    /// for them.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn stage_visible(&self, rows: &[Row; WARP_ROWS]) {
         sync_warp();
@@ -183,8 +184,8 @@ impl Tile {
         sync_warp();
     }
 
-    /// (query row, query head) of a row, computed anew each time: registers are scarce. `None`
-    /// where the tile does not have it; the last tile of a head is rarely full.
+    /// (query row, query head) of a row, recomputed each time to save registers. `None` past the
+    /// last row: the last tile of a head is rarely full.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn find(&self, row: &Row) -> Option<(u32, u32)> {
         let (s, head) = self.group.unpack(self.kv_head, self.first_row + opaque(row.place));
@@ -200,7 +201,7 @@ impl Tile {
 }
 
 impl Row {
-    /// Which keys `begin ..` of a tile the row sees, a bit each.
+    /// Bit mask of the tile's keys, from `begin` on, that the row sees.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn sees(&self, begin: u32) -> u32 {
         let below = |key: u32| match key.saturating_sub(begin) {
@@ -211,7 +212,7 @@ impl Row {
         below(end) & !below(first)
     }
 
-    /// Its keys.
+    /// The keys that the row sees.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn visible(&self) -> Visible {
         let at = |i| Shared::at(VISIBLE_AT).load(2 * self.place + i);
@@ -365,7 +366,7 @@ impl<T: Element> Call<'_, T> {
         score
     }
 
-    /// The same; -inf where the row does not see the key.
+    /// As above, but -inf where the row does not see the key.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn masked_score(&self, tile: &Tile, row: &Row, sees: u32, begin: u32, dot: f32) -> f32 {
         if sees >> lane() & 1 == 0 {
@@ -403,7 +404,7 @@ impl<T: Element> Call<'_, T> {
         }
     }
 
-    /// The sink joins, the accumulators are divided by the sum, and the row is written. Padding
+    /// Adds the attention sink, divides the accumulators by the sum and writes the row. Padding
     /// rows have no sink.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn finish(
@@ -517,7 +518,7 @@ impl<T: Element> Call<'_, T> {
     }
 }
 
-/// Of a thread's vectors, two are on their way at a time.
+/// Stages 16-byte vectors; a thread keeps two loads in flight.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn stage_vectors<T: Element>(head: &Head<T>, column: u32, begin: u32, end: u32) {
     let (across, down) = (CHUNK / T::PER_VEC, THREADS * T::PER_VEC / CHUNK);
@@ -541,8 +542,8 @@ fn stage_vectors<T: Element>(head: &Head<T>, column: u32, begin: u32, end: u32) 
     }
 }
 
-/// The same for rows that are no vectors: a thread takes a column of every other key, one at a
-/// time, for which there are registers.
+/// The same, element by element, for rows that are not whole vectors. A thread copies one column of
+/// every second key, one load at a time: more loads in flight would need more registers.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn stage_elements<T: Element>(head: &Head<T>, column: u32, begin: u32, end: u32) {
     let e = thread_idx() % CHUNK;
@@ -562,7 +563,8 @@ pub(super) fn add_bias(score: f32, bias: f32) -> f32 {
     if bias == f32::NEG_INFINITY { bias } else { score + bias }
 }
 
-/// The tile's scores meet a row's softmax; their weights go to shared memory.
+/// Online softmax of a tile's scores in one row: rescales the accumulators and stores P in shared
+/// memory.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn weigh(state: &mut PlainState, accumulators: &mut [f32; LANE_COLUMNS], place: u32, score: f32) {
     let factor = state.raise(warp_max(score));

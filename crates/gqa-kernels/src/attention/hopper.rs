@@ -195,7 +195,7 @@ impl<
             return;
         }
         if thread_idx() < WARPGROUP {
-            // The warps that load a mask or walk through a range need more registers. Larger heads
+            // Warps that load a mask or step through a work range need more registers. Larger heads
             // leave none.
             if M > 0 || splits && D <= 128 && !CODES {
                 registers_lower::<56>()
@@ -694,15 +694,15 @@ pub fn merge_grid(p: &PagedHopperParams) -> [u32; 3] {
     [p.ctas, schedule::ROWS / parts::MERGE_ROWS, 1]
 }
 
-/// Words of a division: those of row tiles, and those of where ranges begin.
+/// Words of row_tiles and of range_starts (`schedule.rs`).
 #[cfg(not(target_arch = "nvptx64"))]
 pub fn schedule_words(p: &PagedHopperParams) -> [usize; 2] {
-    // CTAs that share a row tile have a place each.
+    // Each CTA that shares a row tile has its own copy of the description.
     let row_tiles = (most_row_tiles(p) + p.ctas) as usize;
     [row_tiles * schedule::TILE_WORDS as usize, ((p.ctas + 1) * schedule::LEFT_WORDS) as usize]
 }
 
-/// Numbers that the CTAs leave for the merge: columns and states.
+/// Elements that the CTAs write for the merge: columns and states.
 #[cfg(not(target_arch = "nvptx64"))]
 pub fn part_elements(p: &PagedHopperParams) -> [usize; 2] {
     let rows = 2 * p.ctas as usize * schedule::ROWS as usize;
@@ -767,7 +767,7 @@ pub fn l2_section(p: &AttentionParams, l2_bytes: u64, multiprocessors: u32) -> u
     let all = u64::from(p.q_heads) * u64::from(p.batch);
     let fewest = all.div_ceil(caches.saturating_mul(group)).max(1);
     let pairs = |sections: u64| all.div_ceil(sections).next_multiple_of(group).min(all);
-    // Causal row tiles of a pair take half as long as so many of the longest ones.
+    // Under a causal mask, `n` row tiles of a pair take as long as `(n + 1) / 2` of the longest.
     let row_tiles = u64::from(p.q_len.div_ceil(ROWS)) + 1;
     let ends_together = |pairs: &u64| {
         let last = all % (*pairs).max(1);
@@ -808,13 +808,14 @@ mod tests {
 
     #[test]
     fn no_section_ends_in_a_long_row_tile() {
-        // Of three heads each there would be one left, and of six two.
+        // Sections of three heads would leave one head for the last section, and sections of six
+        // would leave two.
         assert_eq!(section(1, 16384, [16, 16]), 2);
         assert_eq!(section(2, 8192, [16, 16]), 4);
-        // What is left of these is enough.
+        // Here the last section keeps all SMs busy.
         assert_eq!(section(8, 2048, [16, 16]), 22);
         assert_eq!(section(1, 16384, [32, 8]), 12);
-        // One section of all.
+        // One section holds all heads.
         assert_eq!(section(1, 1024, [16, 16]), 16);
     }
 

@@ -15,10 +15,10 @@
 //!   apart, another one copies these.
 //!
 //! **Two buffers**: of a latent cache tile `j` lies in buffer `j % 2`, and is loaded once for both
-//! products. Where values are apart, all keys pass through buffer 0 and all values through
-//! buffer 1: with the queries they are 192 KB. Tiles of 32 keys would leave room for two buffers
-//! each, but the operands of their scores would take 1.5 times as long to read from shared memory
-//! as the products take.
+//! products. Where values are apart, all keys pass through buffer 0 and all values through buffer
+//! 1; queries and buffers take 192 KB. Tiles of 32 keys would leave room for two buffers each, but
+//! the operands of their scores would take 1.5 times as long to read from shared memory as the
+//! products take.
 //!
 //! **The seesaw**: the owner of a tile turns its scores into P, multiplies P by its own columns of
 //! the tile's values, and passes P to the other half, which multiplies it by the other columns.
@@ -36,21 +36,21 @@
 //! channels. Each chunk is free once it is multiplied, about 1500 cycles before the product that
 //! reads the next tile's chunk in its place: time enough for a copy.
 //!
-//! The halves are half a turn apart: while one is at its softmax, the other one is at the first
-//! line of its next tile, and each line needs only what was finished some time ago. The left
+//! The halves are half a period apart: while one computes its softmax, the other is at the first
+//! line of its next tile. Each line needs only results that were finished well before. The left
 //! operand of the first scores stays in registers: the queries' rotated channels, or where there
 //! are none their first 64, which shared memory then need not deliver.
 //!
 //! **Row maxima** form one chain: tile `j` takes the maximum that tile `j - 1` left, and raises it
 //! only if a score exceeds it by much. P of tile `j` is relative to the maximum after tile `j`.
 //! Both halves add all tiles to their output in order, so before a half adds tile `j`, it rescales
-//! its output from the maximum after `j - 1` to the one after `j`, which is mostly the same. A
-//! half's sums are of its own tiles; at the end both are relative to the last maximum.
+//! its output from the maximum after `j - 1` to the one after `j`, which is mostly the same. Each
+//! half sums P of its own tiles only; at the end both sums are relative to the last maximum.
 //!
 //! Thread `t` of one half holds the same rows of its operands as thread `t` of the other one, so P
-//! passes from thread to thread through shared memory as it lies in registers. Its place is free
-//! again when its owner has taken P of the next tile: the other half passes that later than it has
-//! taken this one.
+//! passes from thread to thread through shared memory as it lies in registers. That memory is free
+//! again once its owner has taken P of the next tile: the other half passes that P only after it
+//! has taken this one.
 //!
 //! **Grid**: (row tiles of all KV heads, splits, sequences); CTAs of one sequence's row tiles are
 //! neighbours and read the same keys from L2.
@@ -76,8 +76,8 @@
 //!
 //! **Barriers** (mbarriers):
 //! - `FULL`, one for each chunk of the keys of each half, and of values apart: its bytes have
-//!   arrived. Halves have sets of their own because a half that skips a phase could not tell the
-//!   one before the last from the next.
+//!   arrived. Each half has its own set, because a half that skipped phases could not tell from the
+//!   parity which phase has completed.
 //! - `EMPTY`, one for each group of two chunks of each buffer; one arrival of each warp of the half
 //!   that read it last, in each CTA of the cluster.
 //! - `PASSED`, one for each half: P and maxima have been written; one arrival of each thread.
@@ -89,9 +89,10 @@
 //! other columns after the other half's product. Named barriers: `QUERIES` are in shared memory;
 //! `SUMS` are.
 //!
-//! **Over float8** ([`latent_float8()`]) three more warps make halves of each group's float8 values
-//! before it is multiplied (`convert.rs`), and queries become halves, each row divided by a power
-//! of two (`queries.rs`). That, and the cache's scale, multiply the scores; the scale, the output.
+//! **Over float8** ([`latent_float8()`]) three more warps convert each group's float8 values to
+//! float16 before they are multiplied (`convert.rs`). Queries become float16, each row divided by a
+//! power of two (`queries.rs`). That power and the cache's scale multiply the scores; the scale
+//! multiplies the output.
 //!
 //! **Gaps**: the block table may hold indices outside of the cache. TMA fills such rows with zeros,
 //! and their keys are masked.
@@ -259,7 +260,7 @@ struct Pointers<T> {
     partial_lse: Global<f32>,
 }
 
-/// What tells the lengths of sequences; of a contiguous cache `starts` is null.
+/// The tensors of sequence lengths; `starts` is null with a contiguous cache.
 #[derive(Clone, Copy)]
 pub(super) struct Lengths {
     pub starts: Global<i32>,
@@ -529,7 +530,7 @@ impl<'a, S: Shape, T: Element> Work<'a, S, T> {
         self.buffer(buffer) + chunk * CHUNK_BYTES
     }
 
-    /// Barrier of what a half passes.
+    /// The `PASSED` barrier of a half.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn passed(&self, half: u32) -> u32 {
         self.base + S::PASSED + 8 * half
@@ -582,8 +583,8 @@ fn init_barriers<S: Shape>(base: u32, cluster: u32) {
     fence_mbarrier_init();
 }
 
-/// The thread's rows in its warpgroup, `0` and `1` for halves: accumulators of a warpgroup have
-/// rows in turns of 16 per warp.
+/// The thread's row among the 64 of its warpgroup; `half` is 0 or 1. Each warp has 16 consecutive
+/// rows.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn row_of(half: u32) -> u32 {
     warp() % 4 * 16 + lane() / 4 + 8 * half

@@ -35,14 +35,14 @@
 //!     O += P V of some columns
 //! ```
 //!
-//! P is stored before the other warps' maxima are known, relative to the maximum of the tiles
-//! before. Only if a score exceeds that by much, as in the first tile, all warps of the group
-//! raise it, and store P once more between barriers.
+//! P is stored relative to the maximum of the previous tiles, before the other warps' maxima are
+//! known. Only if a score exceeds that maximum by much, as in the first tile, all warps of the
+//! group raise it and store P again, between barriers.
 //!
-//! **Over float8** (`cached.rs`) warps turn the values that they have loaded into halves: each key
-//! once, by the warp that scores it, and each value once, by the warp that has its column. Queries
-//! become halves, each row divided by a power of two; that, and the cache's scale, multiply the
-//! scores; the scale, the output.
+//! **Over float8** (`cached.rs`) warps convert quantized values to float16 in registers: each key
+//! once, in the warp that scores it, and each value once, in the warp that has its column. Queries
+//! become float16, each row divided by a power of two. That power and the cache's scale multiply
+//! the scores; the scale multiplies the output.
 //!
 //! **Gaps**: the block table may hold indices outside of the cache. Such rows are zeros, and their
 //! keys are masked.
@@ -98,12 +98,12 @@ pub struct LatentMma<
 pub type Rows16 = LatentMma<Elements, 72, 1, 8, 8, 1, 8, 2>;
 /// The same with 74 KB.
 pub type Rows16W4 = LatentMma<Elements, 72, 1, 4, 16, 1, 4, 2>;
-/// More: the keys are read half as often from L2. With 75 KB.
+/// 32 query rows per CTA, with 75 KB: keys are read from L2 half as often.
 pub type Rows32 = LatentMma<Elements, 72, 2, 4, 16, 1, 4, 2>;
 /// Up to 16 query rows over float8: SMs with 163 KB hold two CTAs, which is faster than one of
 /// eight warps.
 pub type Float8Rows16 = LatentMma<Codes, 36, 1, 4, 16, 2, 8, 2>;
-/// More.
+/// 32 query rows per CTA, over float8.
 pub type Float8Rows32 = LatentMma<Codes, 36, 2, 4, 16, 2, 8, 2>;
 
 /// The pointers of a call.
@@ -134,8 +134,8 @@ struct Work<'a, T, K> {
 
 /// What a warp accumulates.
 struct Sums<const D8: usize> {
-    /// Of a lane's rows; equal in all warps of the group but for the sums, which are of the lane's
-    /// own keys.
+    /// States of a lane's rows. The maxima are equal in all warps of the group; the sums cover the
+    /// lane's own keys.
     states: [SoftmaxState; 2],
     out: Fragments<1, D8>,
 }
@@ -164,7 +164,7 @@ impl<
 
     /// Threads of a group.
     const GROUP: u32 = 32 * MEMBERS;
-    /// Sums of a score: with fewer columns warps have registers for more.
+    /// Independent sums of a score: a warp with fewer columns has registers for more.
     const SUMS: usize = 32 / D8 / N8;
     /// Columns of a warp.
     const COLUMNS: u32 = VALUE_SIZE / MEMBERS;
@@ -358,8 +358,9 @@ impl<
         }
     }
 
-    /// The blocks of a tile's rows, of each 32 rows one for each lane. Of rows that no query row
-    /// sees, whose entries of the table are undefined, that of the last row that is seen.
+    /// Looks up the blocks of a tile's rows, one row per lane, 32 rows at a time. Table entries
+    /// past the last visible row are undefined, so rows past it get the block of the last visible
+    /// row.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn look_up<T: MmaElement>(work: &Work<'_, T, C::Cell<T>>, tile: u32) -> [u32; 2] {
         let mut blocks = [block_idx_z(); 2];
@@ -512,7 +513,7 @@ impl<
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn finish<T: MmaElement>(work: &Work<'_, T, C::Cell<T>>, sums: Sums<D8>) {
         let mut states = sums.states.map(total);
-        // All have read the last maxima.
+        // Wait until all warps have read the last maxima.
         sync_threads();
         Self::publish(|half| states[half].sum);
         Self::sync_group();
@@ -533,7 +534,7 @@ impl<
     }
 }
 
-/// P of the warp's scores with the rows' maxima, and the lane's sums of it.
+/// P of the warp's scores, relative to the row maxima, and the lane's sums of P.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn weights_of<const N8: usize>(
     states: &[SoftmaxState; 2],
@@ -581,7 +582,7 @@ pub fn grid(p: &LatentParams, rows: u32) -> [u32; 3] {
 }
 
 const _: () = {
-    /// Of compute capabilities 8.6, 8.9 and 12, and of 8.0.
+    /// Shared memory of compute capabilities 8.6, 8.9 and 12, and of 8.0.
     const LEAST: u32 = 99 << 10;
     const MORE: u32 = 163 << 10;
     assert!(Rows16::SHARED_BYTES <= MORE && Rows16W4::SHARED_BYTES <= LEAST);

@@ -54,12 +54,12 @@ pub const STATE_WORDS: u32 = 2 * BLOCKS;
 pub const SLOTS: u32 = 2;
 
 const WARPS: u32 = 4;
-/// Pairs of a line of memory.
+/// Pairs in a 128-byte line of memory.
 const LINE: u32 = 8;
-/// Looks at an inbox between two looks at the clock.
+/// Polls of an inbox between two reads of the clock.
 const LOOKS: u32 = 64;
 
-/// The inboxes of all ranks, null at the own one.
+/// The inboxes of all ranks; null at this GPU's own rank.
 pub type Peers = [Global<u64>; RANKS];
 
 impl PeersParams {
@@ -121,7 +121,7 @@ pub fn merge_peers<T: Element>(
     merge_as([block_idx_x(), grid_dim_x()], part, inbox, peers, state, late, out, lse, p);
 }
 
-/// What this GPU's share of the keys gives.
+/// The result of attention over this GPU's share of the keys.
 #[derive(Clone, Copy)]
 pub struct Part<T> {
     /// Its output, (batch, S, head, head size).
@@ -130,7 +130,7 @@ pub struct Part<T> {
     pub lse: Global<f32>,
 }
 
-/// The kernel as a CTA of so many.
+/// The kernel, as CTA `block` of `blocks`.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn merge_as<T: Element>(
     [block, blocks]: [u32; 2],
@@ -214,8 +214,8 @@ fn log_sum_exp_of(part_lse: Global<f32>, row: u32, p: &PeersParams) -> f32 {
     part_lse.load(p.part_lse.at(batch, head, s))
 }
 
-/// Sends a row to all other GPUs, if it is to be sent: what it loads is under way before it is
-/// known whether, and in which call.
+/// Sends a row to all other GPUs if `is_sent`. The loads do not depend on `is_sent` and `call`, so
+/// that they start before these are known.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn send<T: Element>(
     part: Part<T>,
@@ -254,14 +254,14 @@ fn send_pair(peers: Peers, at: usize, pair: [u64; 2]) {
 
 /// A row of all ranks.
 struct Parts {
-    /// The lane's unit of each rank; of ranks that there are not, 0.
+    /// The lane's unit from each rank; 0 for ranks that do not exist.
     units: [[u64; 2]; RANKS],
-    /// The log-sum-exp of rank `lane()`; of ranks that there are not, -inf.
+    /// The log-sum-exp from rank `lane()`; -inf for ranks that do not exist.
     log: f32,
 }
 
 impl Parts {
-    /// With the own part only.
+    /// With this GPU's own part only.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn of<T: Element>(part: Part<T>, row: u32, unit: Option<u32>, p: &PeersParams) -> Self {
         let mut parts = Self { units: [[0; 2]; RANKS], log: f32::NEG_INFINITY };
@@ -310,7 +310,7 @@ impl Parts {
         }
     }
 
-    /// Reads what there is of the row; returns a bit for each rank that has not sent it yet.
+    /// Polls the inbox for the row; returns a bit for each rank whose part has not arrived yet.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn look(
         &mut self,
@@ -327,7 +327,7 @@ impl Parts {
         if has_log {
             log = inbox.load_pair_system(2 * (p.sender(slot, lane()) + row as usize));
         }
-        // All loads are under way before the first is looked at.
+        // All loads are in flight before the first result is used.
         if let Some(unit) = unit {
             let at = (p.first_unit() + row * p.row_units + unit) as usize;
             for rank in 0..RANKS {
@@ -377,7 +377,7 @@ impl Parts {
     }
 }
 
-/// Reduces the values of the first lanes, one for each rank.
+/// Reduces the values of the first lanes, one lane per rank.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn over_ranks(value: f32, join: impl Fn(f32, f32) -> f32) -> f32 {
     [4, 2, 1].into_iter().fold(value, |value, mask| join(value, shfl_xor_f32(value, mask)))

@@ -1,5 +1,5 @@
-//! The type of results: rounded to the element type, or, for callers that merge them or go on in
-//! that, f32, or quantized: e4m3 times a scale.
+//! Output types of attention: the element type; f32, for callers that merge results or continue in
+//! f32; or e4m3 times a scale.
 
 use crate::num::{Code, Float8, MmaElement, e4m3};
 use crate::simt::Global;
@@ -72,7 +72,7 @@ pub fn pair(lo: f32, hi: f32) -> u32 {
     Float8.encode_two([lo, hi])
 }
 
-/// Four of them.
+/// Four results of e4m3, the first in the lowest byte.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn join([low, high]: [u32; 2]) -> u32 {
     low | high << 16
@@ -85,11 +85,11 @@ pub struct Quantized {
     pub scale: Global<f32>,
 }
 
-/// Results of a kernel that writes them in the type that its caller asks for. Which, is a constant
-/// of the kernel's text once a plan is loaded.
+/// Output tensors of a kernel, one of which is used: the first non-null of `out_f32`, `out_f8` and
+/// `out`. When a plan is loaded, the choice becomes a constant of the kernel's PTX.
 #[derive(Clone, Copy)]
 pub struct Results<T> {
-    /// In the element type, where both others are null.
+    /// In the element type; used if the other two are null.
     pub out: Global<T>,
     /// In f32, or null.
     pub out_f32: Global<f32>,

@@ -1,9 +1,9 @@
-//! Sequences over a paged KV cache: how many tokens a call brings each, and behind which rows they
-//! stand.
+//! Sequences over a paged KV cache: the number of new tokens of each, and the cached rows before
+//! them.
 //!
-//! A call that appends nothing may bring more tokens than the sequence has rows: it has a negative
-//! number of rows before them, and as many of its first tokens have no row. Under a causal mask
-//! these see none; without one they see all rows, as other tokens do.
+//! In a call that appends nothing a sequence may have more tokens than rows. Then the number of
+//! rows before the tokens is negative, and that many of the first tokens have no row. With a causal
+//! mask those tokens see no key; without one they see all rows, as other tokens do.
 
 use super::seqlen::Seqlen;
 
@@ -61,13 +61,13 @@ impl Sequence {
         [start, new, all - new]
     }
 
-    /// The same without tokens if it has fewer than so many.
+    /// The sequence, or no tokens if it has fewer than `least`.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn of_at_least(self, least: u32) -> Self {
         Self { new: if self.new < least { 0 } else { self.new }, ..self }
     }
 
-    /// Its rows, with the new ones.
+    /// The sequence's length, including the new rows.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn seqlen(self) -> Seqlen {
         Seqlen { total: self.past.wrapping_add(self.new), past: self.past }
@@ -80,20 +80,20 @@ impl Sequence {
         (position >= 0).then_some(position as u32)
     }
 
-    /// Its first tokens that have no row.
+    /// Number of first tokens that have no row.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn without_row(self) -> u32 {
         (self.past as i32).min(0).unsigned_abs()
     }
 
-    /// Whether none of its tokens sees its row `row`, because that is before the window of the
-    /// first token; a window of 0 is none. The row's block may belong to another sequence by now.
+    /// Whether row `row` is before the window of the first token, so that no token sees it; window
+    /// 0: no window. Its block may belong to another sequence by now.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn is_hidden(self, row: u32, window: u32) -> bool {
         row < self.first_seen(window)
     }
 
-    /// The first of its rows that is within the window of its first token.
+    /// The first row within the window of the first token.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn first_seen(self, window: u32) -> u32 {
         let next = (self.past as i32 + 1).max(0).unsigned_abs();

@@ -1,11 +1,11 @@
 //! The length of a sequence, and the positions of this call's rows in it.
 
-/// What a call says of a batch entry's sequence, which nobody has checked.
+/// The lengths that a call gives for a batch entry, unchecked.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Lengths {
     /// Index of the last valid token: the length is one more. Negative: there is no token.
     pub last: i32,
-    /// New tokens of a sequence that is that long and began before the call.
+    /// Number of new tokens, for a sequence that began before the call.
     pub tokens: u32,
 }
 

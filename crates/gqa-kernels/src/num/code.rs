@@ -65,23 +65,24 @@ pub trait Code: Copy + 'static {
     const BITS: u32;
     /// Quantized values of a 32-bit word, the first in its lowest bits.
     const PER_WORD: u32 = 32 / Self::BITS;
-    /// That of a kernel's parameter, which is a [`Format`] among [`FORMATS`](Self::FORMATS).
+    /// The code for `format`, a kernel parameter: a [`Format`] among [`FORMATS`](Self::FORMATS).
     fn of(format: u32) -> Self;
-    /// The largest number that a quantized value is.
+    /// The largest quantized value, as a number.
     fn largest(self) -> f32;
     /// The quantized value of a number divided by its scale.
     fn encode(self, quotient: f32) -> u32;
-    /// Those of two, the first in the lowest bits.
+    /// Encodes two numbers, the first in the lowest bits.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn encode_two(self, [first, second]: [f32; 2]) -> u32 {
         self.encode(first) | self.encode(second) << Self::BITS
     }
-    /// The scale of a row by the bits of the largest [`magnitude`] in it: with it the row's largest
-    /// number has the largest quantized value. 1 where that is no normal number.
+    /// The per-token scale of a row whose largest [`magnitude`] has the bits `largest`: it maps the
+    /// row's largest number to the largest quantized value. 1 if the scale would not be a normal
+    /// number.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn row_scale(self, largest: u32) -> f32 {
         let scale = f32::from_bits(largest) / self.largest();
-        // NaN is not among these.
+        // NaN is not contained.
         if (f32::MIN_POSITIVE..=f32::MAX).contains(&scale) { scale } else { 1.0 }
     }
     /// A quantized value as a number, to be multiplied by its scale: exact in `f32` and in half
@@ -111,7 +112,7 @@ pub struct Float8;
 #[derive(Clone, Copy, Debug)]
 pub struct Float4;
 
-/// [`Int8`] or [`Float8`]: which, is a parameter of the kernel, and a constant of its text once a
+/// [`Int8`] or [`Float8`], chosen by a kernel parameter, which becomes a constant of the PTX when a
 /// plan is loaded.
 #[derive(Clone, Copy, Debug)]
 pub struct Bits8 {
@@ -168,10 +169,10 @@ impl Code for Int4 {
     }
 }
 
-/// The integer nearest to `x`, the even one of two, within bounds of less than 2^22.
+/// `x` rounded to the nearest integer, ties to even, and clamped to bounds below 2^22.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn nearest(x: f32, least: f32, most: f32) -> i32 {
-    /// Next to it floats are one apart, so that an addition rounds.
+    /// Floats near this number are 1 apart, so that adding it rounds.
     const ONE_APART: f32 = 12_582_912.0;
     let rounded = x.max(least).min(most) + ONE_APART;
     rounded.to_bits().wrapping_sub(ONE_APART.to_bits()) as i32
@@ -184,9 +185,9 @@ impl Float8 {
     /// The largest number.
     pub const MAX: f32 = 448.0;
     const NAN: u32 = 0x7f;
-    /// Bits of a mantissa of single precision that e4m3 has not.
+    /// Mantissa bits that float32 has and e4m3 lacks.
     const DROPPED: u32 = 20;
-    /// What exponents of single precision count beyond those of e4m3.
+    /// Difference of the exponent biases of float32 and e4m3, in place.
     const BIAS: u32 = (127 - 7) << 23;
     /// Smaller numbers are multiples of [`Self::STEP`].
     const LEAST_NORMAL: f32 = 0.015_625;
@@ -206,7 +207,7 @@ impl Code for Float8 {
     }
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn encode(self, quotient: f32) -> u32 {
-        /// Next to it floats are [`Float8::STEP`] apart, so that an addition rounds.
+        /// Floats near this number are [`Float8::STEP`] apart, so that adding it rounds.
         const STEP_APART: f32 = 16_384.0;
         let sign = quotient.to_bits() >> 24 & 0x80;
         let size = f32::from_bits(quotient.to_bits() & 0x7fff_ffff);
@@ -245,9 +246,9 @@ impl Code for Float8 {
 impl Float4 {
     /// The largest number.
     pub const MAX: f32 = 6.0;
-    /// Bits of a mantissa of single precision that e2m1 has not.
+    /// Mantissa bits that float32 has and e2m1 lacks.
     const DROPPED: u32 = 22;
-    /// What exponents of single precision count beyond those of e2m1.
+    /// Difference of the exponent biases of float32 and e2m1, in place.
     const BIAS: u32 = (127 - 1) << 23;
     /// Smaller numbers are multiples of [`Self::STEP`].
     const LEAST_NORMAL: f32 = 1.0;
@@ -267,7 +268,7 @@ impl Code for Float4 {
     }
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn encode(self, quotient: f32) -> u32 {
-        /// Next to it floats are [`Float4::STEP`] apart, so that an addition rounds.
+        /// Floats near this number are [`Float4::STEP`] apart, so that adding it rounds.
         const STEP_APART: f32 = 4_194_304.0;
         let sign = quotient.to_bits() >> 28 & 0x8;
         let size = f32::from_bits(quotient.to_bits() & 0x7fff_ffff).min(Self::MAX);
@@ -342,7 +343,8 @@ mod tests {
     use super::*;
     use float8::F8E4M3;
 
-    /// Numbers of all sizes, and what lies on and next to ties of `step`.
+    /// Numbers of all magnitudes, and multiples of `step / 2` with their neighbours: ties of
+    /// rounding to `step`.
     fn numbers(step: f32) -> impl Iterator<Item = f32> {
         let ties = (-600..600).flat_map(move |i| {
             let tie = i as f32 * step / 2.0;

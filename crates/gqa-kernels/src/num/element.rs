@@ -108,7 +108,8 @@ pub trait MmaElement: Element {
     fn pack(lo: f32, hi: f32) -> u32;
     /// `d += a · b` for a 16×16 by 16×8 tile, fragments as PTX defines them for `mma.m16n8k16`.
     fn mma(d: &mut [f32; 4], a: [u32; 4], b: [u32; 2]);
-    /// `a · b` over 16 columns for a warpgroup, both from shared memory. SM 90a, as what follows.
+    /// `a · b` over 16 columns for a warpgroup, both from shared memory. SM 90a, like the following
+    /// functions.
     fn wgmma<const C: usize>(a: u64, b: u64) -> [f32; C];
     /// `d += a · b` over 16 columns for a warpgroup, both from shared memory.
     fn wgmma_add<const C: usize>(d: &mut [f32; C], a: u64, b: u64);

@@ -1,47 +1,48 @@
-//! Quantized values as the tensor cores take them: halves, two to a word.
+//! Converts quantized values to operands of the tensor cores: float16, two to a word.
 //!
-//! An integer becomes a half without a conversion: its bits, signs apart, are put below the leading
-//! one of a power of two next to which halves are one apart, which is then subtracted. Four bits
-//! need no power of two where products may have an offset and a unit: alone in a half, they are a
-//! multiple of the smallest one. A float of four bits is a half whose exponent is 14 too small,
-//! once its sign is set apart. GPUs from SM 89 on have an instruction for float8; code for older
-//! ones multiplies.
+//! An 8-bit integer becomes float16 without a conversion instruction: its bits, with the sign bit
+//! flipped, become the lowest mantissa bits of 1024, and 1024 + 128 is then subtracted. A 4-bit
+//! integer needs no subtraction where the products may have an offset and a unit: its bits alone
+//! are a subnormal float16, a multiple of the smallest one. A 4-bit float becomes a float16 whose
+//! exponent is 14 too small, after its sign bit is moved. GPUs from SM 89 on have an instruction
+//! for float8; code for older ones multiplies.
 
 use super::code::{Bits4, Bits8, Code, Float4, Float8, Int4, Int8};
 use crate::simt::{
     e4m3x2_to_f16x2, fma_f16x2, hidden_one, mul_f16x2, multiply_add, prmt, select_bits, sub_f16x2,
 };
 
-/// A format whose quantized values become halves.
+/// A format whose quantized values are converted to float16.
 pub trait MmaCode: Code {
     /// Quantized values of 16 bits.
     const PER_HALF_WORD: usize = 16 / Self::BITS as usize;
-    /// Whether [`halves`](Self::halves) of a code of 0 may be another number.
+    /// Whether [`halves`](Self::halves) may convert a code of 0 to a number other than 0, the
+    /// offset.
     const HAS_OFFSET: bool;
-    /// What a product of operands is in the end, a power of two: what is multiplied with word `i`
-    /// is multiplied by `PRODUCT / units()[i]` before, so that it is in the range of a half.
+    /// The common unit of products, a power of two. The other operand of word `i` is multiplied by
+    /// `PRODUCT / units()[i]` first, which keeps it in the range of float16.
     const PRODUCT: f32;
     /// The units of the words of [`halves`](Self::halves), powers of two.
     fn units(self) -> [f32; 4];
-    /// Whether it is: a constant where the format is one.
+    /// [`HAS_OFFSET`](Self::HAS_OFFSET) of this format; a constant if the format is constant.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn has_offset(self) -> bool {
         Self::HAS_OFFSET
     }
-    /// As many quantized values as a word holds, of 0 each.
+    /// A word of quantized values that are all 0.
     fn zeros(self) -> u32;
     /// Word `i < PER_HALF_WORD` holds code `i` of the lower half of `codes` and code `i` of its
-    /// upper half, exactly, as f16: in units of `units()[i]` it is the code more than the half of a
-    /// code of 0 is. What follows is 0. `multiplies` if there are registers for factors, by which
-    /// bits may be moved: the pipe of shifts and logic has most of the work.
+    /// upper half as f16, exactly: the code in units of `units()[i]`, plus the offset. The
+    /// remaining words are 0. With `multiplies`, bits may be moved by multiplications instead of
+    /// shifts: that relieves the pipe for shifts and logic, but takes registers for the factors.
     fn halves(self, codes: u32, multiplies: bool) -> [u32; 4];
-    /// Word `i < PER_WORD / 2` holds the codes `2 i` and `2 i + 1` of `codes`, exactly, as f16;
-    /// what follows is 0.
+    /// Word `i < PER_WORD / 2` holds the codes `2 i` and `2 i + 1` of `codes`, exactly, as f16; the
+    /// remaining words are 0.
     fn in_order(self, codes: u32) -> [u32; 4];
 }
 
 impl Int8 {
-    /// Two of them: those that [`prmt`] selects.
+    /// Converts the two codes that [`prmt`] selects.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn selected(codes: u32, selectors: [u32; 2]) -> [u32; 4] {
         const SIGNS: u32 = 0x8080_8080;
@@ -87,7 +88,7 @@ impl MmaCode for Int4 {
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn units(self) -> [f32; 4] {
-        /// The lowest bit of a half counts 2^-24 where its exponent is 0, the fifth one 2^-20.
+        /// In a subnormal float16 the lowest bit counts 2^-24, and the fifth bit 2^-20.
         const UNITS: [f32; 2] = [1.0 / (1 << 24) as f32, 1.0 / (1 << 20) as f32];
         [UNITS[0], UNITS[1], UNITS[0], UNITS[1]]
     }
@@ -103,7 +104,8 @@ impl MmaCode for Int4 {
     }
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn in_order(self, codes: u32) -> [u32; 4] {
-        /// 1024 for the lower four bits of a byte and 64 for the upper ones, as above; and 8 more.
+        /// Leading ones for the two codes of a byte: 1024 for the lower four bits, 64 for the upper
+        /// four. The second word, which is subtracted, also removes the offset of 8.
         const LEADING_ONES: [u32; 2] = [0x5400_6400, 0x5480_6408];
         let of_byte = |i: u32| {
             let twice = prmt(codes, 0, 0x1111 * i);
@@ -151,14 +153,14 @@ impl MmaCode for Float8 {
 }
 
 impl Float4 {
-    /// Bytes of zeros below the bytes 0 and 2 of a word.
+    /// Selects bytes 0 and 2 of a word as upper bytes, above bytes of zeros.
     const EVEN_BYTES: u32 = 0x2404;
-    /// The others in place.
+    /// Bytes 1 and 3 stay in place.
     const ODD_BYTES: u32 = 0xff00_ff00;
 
-    /// Of the code in the upper half of each byte, the upper byte of a half: its sign, and exponent
-    /// and mantissa where the half's exponent ends. The half is the code times 2^-14, also where
-    /// both have an exponent of 0.
+    /// Turns the code in the upper four bits of each byte into the upper byte of a float16: the
+    /// sign, then exponent and mantissa across the end of the float16's exponent. That float16 is
+    /// the code's number times 2^-14, also for subnormals.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn upper_bytes(codes: u32) -> u32 {
         const SIGNS: u32 = 0x8080_8080;
@@ -166,8 +168,8 @@ impl Float4 {
         codes & SIGNS | codes >> 3 & SIZES
     }
 
-    /// [`halves`](MmaCode::halves) by multiplications: of four codes a word has signs and sizes
-    /// where halves have them, with other bits between.
+    /// [`halves`](MmaCode::halves) by multiplications: moves sign and magnitude bits of four codes
+    /// per word to their places in float16; the bits between are masked afterwards.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn multiplied(codes: u32) -> [u32; 4] {
         const SIGNS: u32 = 0x8080_8080;
@@ -209,7 +211,7 @@ impl MmaCode for Float4 {
     }
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn in_order(self, codes: u32) -> [u32; 4] {
-        /// Byte 0 of both operands, each above another one.
+        /// Selects byte 0 of both operands as upper bytes.
         const BOTH: u32 = 0x4400;
         /// 2^14, twice.
         const UNIT: u32 = 0x7400_7400;
@@ -220,8 +222,8 @@ impl MmaCode for Float4 {
     }
 }
 
-/// Words of both formats, of which one is taken: no branch comes between products, and where the
-/// format is a constant ptxas computes one alone.
+/// Converts by both formats and selects one result, so that no branch lies between products. If the
+/// format is constant, ptxas removes the other conversion.
 impl MmaCode for Bits4 {
     const HAS_OFFSET: bool = true;
     const PRODUCT: f32 = Int4::PRODUCT;
@@ -277,10 +279,11 @@ fn one_of(is_float: bool, of_integers: [u32; 4], of_floats: [u32; 4]) -> [u32; 4
     core::array::from_fn(|i| if is_float { of_floats[i] } else { of_integers[i] })
 }
 
-/// Two numbers of format e4m3, in bytes 1 and 3, as halves. Exponent and mantissa one bit further
-/// down are those of a half that is 2^8 times too small. Multiplied by 144 on the way the greatest
-/// number is still a half, and what stands for NaN, one step above it, is infinite, which 0 makes a
-/// NaN of; multiplied by 1/144 every number is rounded to itself.
+/// Converts two e4m3 numbers, in bytes 1 and 3, to float16. Shifted right by one bit, exponent and
+/// mantissa are those of a float16 that is 2^8 times too small. A multiplication by 2^8 · 144 keeps
+/// the greatest number finite and makes the code of NaN, one step above it, infinite. Adding a
+/// product with 0 turns the infinity into NaN, and a multiplication by 1/144 restores every other
+/// number exactly.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn multiplied(codes: u32) -> u32 {
     const SIGNS: u32 = 0x8000_8000;
@@ -324,7 +327,7 @@ mod tests {
         }
     }
 
-    /// What code for GPUs before SM 89 does.
+    /// The conversion on GPUs before SM 89.
     #[test]
     fn float8_becomes_halves_by_multiplication() {
         for codes in 0..=u16::MAX {

@@ -1,7 +1,6 @@
-//! New K and V rows go behind the rows that a shared cache already holds: `concat_kv_in_place`, and
-//! the part of `unpack_qkv_with_rope_and_append_kv` that does the same; `append_quantized` where
-//! the cache holds quantized values, in half words, with scales of one element, (KV head) or (KV
-//! head, head size).
+//! Appends new K and V rows to a shared cache: `concat_kv_in_place`, and the same part of
+//! `unpack_qkv_with_rope_and_append_kv`; `append_quantized` if the cache holds quantized values,
+//! which are stored in 16-bit words, with scales of one element, (KV head) or (KV head, head size).
 //!
 //! One thread moves two 16-byte vectors of one new row, in `concat_kv_in_place` of K and of V; K is
 //! rotated on the way. A latent cache has no V. Row `s` of batch entry `b` lands in cache row
@@ -29,7 +28,7 @@ pub(super) struct Append<'a, T> {
     pub present_k: Global<T>,
     /// The value cache, likewise.
     pub present_v: Global<T>,
-    /// For K.
+    /// Rotary embedding of K.
     pub rope: Rope<T>,
     /// The call.
     pub params: &'a PrologueParams,
@@ -52,7 +51,8 @@ impl<T: Element> Append<'_, T> {
         }
     }
 
-    /// The same of both heads number `head`: values are on their way while keys wait for angles.
+    /// The same for key head and value head `head` together: the values are in flight while the
+    /// keys wait for their angles.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn both(&self, [b, s, head, pair]: [u32; 4], seqlen: Seqlen) {
         if !seqlen.is_token(s) {

@@ -39,7 +39,7 @@ fn old_rows_size(p: &PrologueParams, per_vec: u32) -> [u32; 4] {
     [p.batch, p.kv_heads + p.value_heads, most.div_ceil(ROWS), p.head_size / per_vec]
 }
 
-/// A space that has as many indices as either has of each, (batch, heads, rows, vectors).
+/// The union of the index spaces of old and new rows: (batch, heads, rows, vectors).
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn append_dequantized_size(p: &PrologueParams, per_vec: u32) -> [u32; 4] {
     let [batch, rows, heads, pairs] = append_quantized_size(p, per_vec);
@@ -47,7 +47,7 @@ pub fn append_dequantized_size(p: &PrologueParams, per_vec: u32) -> [u32; 4] {
     [batch, heads, rows.max(fours), pairs.max(vectors)]
 }
 
-/// Appends new K and V rows, and writes numbers; with `BY_ROW`, of rows that have a scale each.
+/// Appends new K and V rows and writes all dequantized rows; with `BY_ROW`, for per-token scales.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn append_dequantized<T: Element, const BY_ROW: bool>(
     k: Global<T>,
@@ -87,7 +87,7 @@ struct Call<T> {
 }
 
 impl<T: Element> Call<T> {
-    /// New rows, and their numbers.
+    /// Appends new rows and writes their dequantized values.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn append<C: MmaCode>(&self, code: C, p: &PrologueParams) {
         let [keys, values] = [self.keys, self.values].map(|c| Divisors::new(c.scales, c.per));
@@ -108,8 +108,8 @@ impl<T: Element> Call<T> {
                 let head = head - p.kv_heads;
                 let (to, scales) =
                     (self.values.row::<C>([b, head, row], p), values.of_head(head, p.head_size));
-                // Not as `Unturned`, which knows the second by its vector's number: that would take
-                // one register more than there is.
+                // Not by `Unturned`, which keeps the number of the second vector: that takes one
+                // register too many.
                 let half = (p.head_size / T::PER_VEC).div_ceil(2);
                 let [low, high] = [pair, pair + half].map(|vector| vector * T::PER_VEC);
                 let from = p.v.at(b, head, s);
@@ -123,7 +123,7 @@ impl<T: Element> Call<T> {
         }
     }
 
-    /// The same where rows have scales of their own.
+    /// The same for per-token scales.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn append_with_scales<C: MmaCode>(&self, code: C, p: &PrologueParams) {
         let heads = p.kv_heads + p.value_heads;
@@ -144,7 +144,7 @@ impl<T: Element> Call<T> {
         });
     }
 
-    /// The row that a lane shares, and where it goes.
+    /// The new row that the lane takes part in, and its place in the cache.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn new_row<C: MmaCode>(
         &self,
@@ -167,7 +167,7 @@ impl<T: Element> Call<T> {
         Some((new, cache.row::<C>([b, head, row], p)))
     }
 
-    /// Numbers of the rows that are not new.
+    /// Dequantizes the old rows.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn dequantize<C: MmaCode>(&self, code: C, p: &PrologueParams) {
         for [b, head, four, vector] in Walk::over(old_rows_size(p, T::PER_VEC)) {
@@ -206,7 +206,7 @@ struct Cache<T> {
     numbers: Global<T>,
     scales: Global<f32>,
     per: ScalesPer,
-    /// Rows have scales of their own.
+    /// Whether scales are per token.
     by_row: bool,
 }
 
@@ -222,7 +222,7 @@ impl<T: Element> Cache<T> {
         }
     }
 
-    /// Scales of a vector's channels, unless each row has its own.
+    /// Scales of a vector's channels; 1 with per-token scales.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn channel_scales(&self, head: u32, element: u32, p: &PrologueParams) -> [f32; 8] {
         core::array::from_fn(|i| {
@@ -234,12 +234,12 @@ impl<T: Element> Cache<T> {
     }
 }
 
-/// A KV head's row, where it starts.
+/// The addresses of a KV head's row.
 #[derive(Clone, Copy)]
 struct Row<T> {
     codes: Global<u16>,
     numbers: Global<T>,
-    /// Its own, if rows have such.
+    /// The row's scale, with per-token scales.
     scale: Global<f32>,
 }
 
@@ -258,12 +258,13 @@ impl<T: Element, C: MmaCode> StoreVector for Appended<T, C> {
 }
 
 impl<T: Element> Row<T> {
-    /// A vector of numbers from element `e` on.
+    /// Quantizes the vector from element `e` on, and stores the quantized and the dequantized
+    /// values.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn append<C: MmaCode>(&self, code: C, e: usize, vector: [u32; 4], scales: &HeadDivisors) {
         let words = store_vector::<T, C>(code, e, vector, scales, self.codes);
-        // Opaque, or all scales would be on their way before the quantized values are written, in
-        // registers that the fourth block of an SM needs.
+        // opaque(): otherwise all scales are loaded before the quantized values are written, which
+        // takes so many registers that only three CTAs fit an SM.
         let e = opaque(e as u32) as usize;
         let scale = |i: usize| scales.scale((e + i) as u32);
         self.numbers.store_vec(e, numbers::<T, C>(code, words, scale));

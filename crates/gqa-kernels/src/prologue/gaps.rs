@@ -107,13 +107,13 @@ pub fn paged_gaps<T: Element>(
 struct Row {
     b: u32,
     sequence: Sequence,
-    /// Among those of the sequence.
+    /// Index of the token in the sequence.
     token: u32,
     head: u32,
 }
 
 impl Row {
-    /// Its position; negative where it has none.
+    /// The row's position; negative for a token before the first key.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn position(&self) -> i32 {
         self.sequence.past.wrapping_add(self.token) as i32
@@ -135,7 +135,7 @@ struct Call<'a, T> {
 }
 
 impl<T: Element> Call<'_, T> {
-    /// Whether attention took tokens that see keys for padding.
+    /// Whether attention treated tokens of the sequence as padding although they see keys.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn lacks_rows(&self, sequence: Sequence) -> bool {
         self.p.lack_rows != 0 && sequence.without_row() > 0 && sequence.seqlen().total > 0
@@ -178,8 +178,7 @@ impl<T: Element> Call<'_, T> {
         }
     }
 
-    /// The keys that the row sees, were all of them in the cache, but for those that tree_mask
-    /// hides.
+    /// The keys that the row sees, before the tree mask and gaps of the block table hide some.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn visible(&self, row: &Row) -> Visible {
         let (total, next) = (row.sequence.seqlen().total, (row.position() + 1).max(0) as u32);
@@ -210,8 +209,8 @@ impl<T: Element> Call<'_, T> {
         place.map_or(NOWHERE, |Place(place)| place)
     }
 
-    /// A warp's keys from `begin` on join the row's softmax, and their values from `column` on its
-    /// sums.
+    /// Adds 32 keys from `begin` on to the row's softmax, and the columns of their values from
+    /// `column` on to its sums.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn add_keys(
         &self,
@@ -261,13 +260,13 @@ impl<T: Element> Call<'_, T> {
         dot
     }
 
-    /// Where the warp's query is.
+    /// Shared-memory address of the warp's query.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn query() -> Shared<f32> {
         Shared::at(0).offset(warp() * COLUMNS)
     }
 
-    /// Puts the columns of the query from `column` on there, rotated.
+    /// Stores the rotated query columns from `column` on in shared memory.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn stage_query(&self, row: &Row, column: u32) {
         let (p, query) = (&self.p.paged, Self::query());
@@ -301,7 +300,7 @@ impl<T: Element> Call<'_, T> {
         row.head / (self.p.paged.q_heads / self.p.paged.kv_heads.max(1)).max(1)
     }
 
-    /// The sink joins, and the row is written.
+    /// Adds the attention sink and writes the row.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn finish(
         &self,

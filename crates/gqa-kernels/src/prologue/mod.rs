@@ -1,36 +1,36 @@
 //! Work before attention: take packed QKV apart, normalise, rotate, update the cache.
 //!
-//! Every kernel has the same shape: a grid of [`THREADS`]-thread blocks walks an index space
-//! ([`walk`]) of 16-byte vectors or pairs of them, and each is copied or rotated ([`rope`]) on its
-//! own; in [`norm`] neighbouring lanes share a row, and in `rolling_kv` a block moves rows
-//! together, and [`gaps`] is attention. No shared memory, no barriers but theirs, no template on
-//! the head size; the only limits are that head_size is a multiple of 8, rotary_dim of 16, and that
-//! every row starts on a 16-byte boundary.
+//! Almost every kernel has the same shape: a grid of [`THREADS`]-thread CTAs strides over an index
+//! space ([`walk`]) of 16-byte vectors or pairs of vectors, and each thread copies or rotates
+//! ([`rope`]) its own. Three are different: in [`norm`] adjacent lanes share a row, in `rolling_kv`
+//! a CTA moves rows together, and [`gaps`] computes attention. The others use neither barriers nor
+//! shared memory. No kernel is specialized for a head size. Head sizes are multiples of 8,
+//! rotary_dim is a multiple of 16, and every row starts on a 16-byte boundary.
 //!
 //! | kernel | does | where |
 //! |---|---|---|
-//! | `append_dequantized` | appends K and V to a quantized cache, and makes numbers of all of it | [`mod@append_dequantized`] |
+//! | `append_dequantized` | appends K and V to a quantized cache, and dequantizes the whole cache into scratch | [`mod@append_dequantized`] |
 //! | `append_quantized` | appends K and V to a quantized cache | [`append`] |
 //! | `concat_kv_in_place` | appends K and V to a shared cache | [`append`] |
-//! | `concat_new_to_past_kv` | past and new K and V into a separate cache | [`mod@concat`] |
+//! | `concat_new_to_past_kv` | copies past and new K and V into a separate cache | [`mod@concat`] |
 //! | `concat_rows` | the same of K or V alone, rows of any size | [`mod@concat`] |
-//! | `unpack_qkv` | packed QKV into three tensors | [`unpack`] |
-//! | `unpack_qkv_with_rope_and_append_kv` | everything for a shared cache in one launch | [`unpack`] |
-//! | `paged_append`, `paged_append_quantized`, `paged_gather`, `paged_scatter` | a paged KV cache and tokens one behind the other, as a cache and rows without | [`paged`] |
-//! | `paged_dequantize` | the dequantized values in blocks, in blocks that lie side by side | [`dequantize`] |
-//! | `paged_gaps` | attention anew for sequences whose block tables lead outside of the cache | [`gaps`] |
+//! | `unpack_qkv` | copies packed QKV into three tensors | [`unpack`] |
+//! | `unpack_qkv_with_rope_and_append_kv` | unpacks, rotates and appends to a shared cache in one launch | [`unpack`] |
+//! | `paged_append`, `paged_append_quantized`, `paged_gather`, `paged_scatter` | append to a paged KV cache; convert between packed tokens and blocks, and contiguous rows | [`paged`] |
+//! | `paged_dequantize` | dequantizes a paged KV cache into new blocks, contiguous per sequence | [`dequantize`] |
+//! | `paged_gaps` | recomputes attention for sequences whose block tables point outside of the cache | [`gaps`] |
 //! | `qk_norm` | divides rows of Q and K by their root mean square | [`norm`] |
-//! | `quantize_kv` | quantized values of new rows in a quantized cache, and all dequantized values | [`quantize`] |
-//! | `quantize_output` | results as e4m3 times a scale, behind attention | [`mod@quantize_output`] |
+//! | `quantize_kv` | quantizes new rows into a separate quantized cache, and dequantizes the whole cache | [`quantize`] |
+//! | `quantize_output` | quantizes the output to e4m3, after attention | [`mod@quantize_output`] |
 //! | `rotary_embedding` | rotates Q | [`rope`] |
 //! | `rotary_rows` | the same, rows of any size | [`rope`] |
-//! | `scatter_rows` | writes rows into a cache at a row of each sequence's own | [`scatter`] |
-//! | `seqlens_to_pos_ids` | positions from lengths | [`positions`] |
-//! | `tree_mask_rows` | a mask over the new tokens, as one over all keys | [`tree`] |
-//! | `rolling_kv`, `rolling_lengths`, `rolling_bias` | a rolling KV cache, as one that does not roll | [`rolling`] |
+//! | `scatter_rows` | writes rows into a cache, from a different first row for each sequence | [`scatter`] |
+//! | `seqlens_to_pos_ids` | computes position_ids from lengths | [`positions`] |
+//! | `tree_mask_rows` | expands a tree mask to a mask over all keys | [`tree`] |
+//! | `rolling_kv`, `rolling_lengths`, `rolling_bias` | present a rolling KV cache to other kernels as an ordinary one | [`rolling`] |
 
-/// Evaluates an expression with the [`Code`](crate::num::Code) of the format that a parameter
-/// names, of 4 or of 8 bits. Which, is a constant of the kernel's text once a plan is loaded.
+/// Evaluates an expression with the [`Code`](crate::num::Code), of 4 or 8 bits, of the format that
+/// a kernel parameter names. When a plan is loaded, the format becomes a constant of the PTX.
 macro_rules! with_code {
     ($format:expr, |$code:ident| $body:expr) => {
         if crate::num::Format::has_four_bits($format) {

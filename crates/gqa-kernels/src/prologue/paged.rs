@@ -132,7 +132,7 @@ impl Blocks {
         self.table.load(b as usize * p.per_sequence as usize + nth as usize) as u32
     }
 
-    /// The one that takes token `i` of a sequence.
+    /// The cache row for new token `i` of a sequence.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn slot(self, p: &PagedParams, b: u32, sequence: Sequence, i: u32) -> Option<Place> {
         if self.slot_mapping.is_null() {
@@ -144,28 +144,29 @@ impl Blocks {
     }
 }
 
-/// Index space of [`paged_append`]: (batch, row of the sequence, Q heads if they move and then K
-/// heads and then V heads, pair of vectors), or (1, token of all sequences, the same).
+/// Index space of [`paged_append`]: (batch, row of the sequence, heads, pair of vectors), or (1,
+/// token of all sequences, heads, pair of vectors). Heads are Q heads, if queries are copied, then
+/// K heads, then V heads.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn paged_append_size(p: &PagedParams, per_vec: u32) -> [u32; 4] {
     let [batch, rows] = if p.by_token != 0 { [1, p.tokens] } else { [p.batch, p.q_len] };
     [batch, rows, moved(p) + p.kv_heads + p.value_heads, pairs(p.head_size, per_vec)]
 }
 
-/// The same of lanes that share rows of keys and values.
+/// The same with per-token scales: the last index is one of the lanes that share a row of K or V.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn shared_rows_size(p: &PagedParams, per_vec: u32) -> [u32; 4] {
     let [batch, rows, ..] = paged_append_size(p, per_vec);
     [batch, rows, p.kv_heads + p.value_heads, lanes(p.head_size / per_vec)]
 }
 
-/// Query heads that move.
+/// Query heads that are copied.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn moved(p: &PagedParams) -> u32 {
     if p.moves_queries != 0 { p.q_heads } else { 0 }
 }
 
-/// Writes new rows into the cache, and queries for attention.
+/// Appends new rows to the cache, and copies queries for attention.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn paged_append<T: Element>(
     q: Global<T>,
@@ -244,8 +245,8 @@ struct New<T> {
 }
 
 impl<T: Element> New<T> {
-    /// Writes queries for attention; `store` writes a vector of a row of the cache, from that
-    /// element on, of its key or else of its value.
+    /// Copies queries for attention, and calls `store` for each vector of a new row: row, whether
+    /// it is a key, first element, vector.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn append(&self, p: &PagedParams, blocks: Blocks, store: impl Fn(Row, bool, usize, [u32; 4])) {
         for [b, s, head, pair] in Walk::over(paged_append_size(p, T::PER_VEC)) {
@@ -337,7 +338,8 @@ impl<T: Element> New<T> {
         });
     }
 
-    /// The row of a KV head that a lane shares, where it goes, and whether it is a key.
+    /// The new row of a KV head that the lane takes part in, its place in the cache, and whether it
+    /// is a key.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn new_row(
         &self,
@@ -387,8 +389,8 @@ pub fn paged_gather_size(p: &PagedParams) -> [u32; 4] {
     [p.batch, p.kv_heads + p.value_heads, p.capacity, p.row_vectors]
 }
 
-/// Copies every sequence's rows side by side, zeros for those that no token sees, and the scales of
-/// rows where these have such; rows behind them stay as they are.
+/// Copies the rows of each sequence to contiguous memory, with their per-token scales if there are
+/// any. Rows that no token sees become zeros. Rows past the end of the sequence are not written.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn paged_gather(
     starts: Global<i32>,

@@ -90,12 +90,12 @@ fn quantize<T: Element, C: MmaCode>(
     }
 }
 
-/// Scales of a quantized cache, as new rows are divided by them.
+/// Scales of a quantized cache, prepared for dividing new rows.
 #[derive(Clone, Copy)]
 pub(crate) struct Divisors {
     scales: Global<f32>,
     per: ScalesPer,
-    /// The one of all of the cache, or any.
+    /// The first scale: the only one if the whole cache has one scale.
     first: Divisor,
 }
 
@@ -111,7 +111,7 @@ impl Divisors {
     }
 }
 
-/// Those of a KV head's channels.
+/// Divisors of a KV head's channels.
 #[derive(Clone, Copy)]
 pub(crate) struct HeadDivisors {
     scales: Divisors,
@@ -185,7 +185,7 @@ fn store_words<T: Element, C: Code>(element: usize, words: [u32; 2], to: Global<
     }
 }
 
-/// Such quantized values as [`store_vector`] has written.
+/// Loads quantized values as [`store_vector`] writes them.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) fn load_vector<T: Element, C: Code>(element: usize, from: Global<u16>) -> [u32; 2] {
     let first = element * C::BITS as usize / 16;
@@ -196,7 +196,7 @@ pub(super) fn load_vector<T: Element, C: Code>(element: usize, from: Global<u16>
     }
 }
 
-/// The numbers that they stand for, `scale` of each in the vector.
+/// Dequantizes a vector; `scale(i)` is the scale of its element `i`.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) fn numbers<T: Element, C: MmaCode>(
     code: C,

@@ -75,7 +75,7 @@ pub fn scores<T: MmaElement, const M: usize, const D8: usize, const N8: usize>(
     scores
 }
 
-/// Turns scores into P; rescales the accumulators of rows whose maximum must rise.
+/// Turns scores into P; rescales the accumulators of rows whose maximum rises.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn weigh<const M: usize, const HALVES: usize, const N8: usize, const D8: usize>(
     states: &mut States<M>,

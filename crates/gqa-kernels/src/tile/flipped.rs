@@ -105,7 +105,7 @@ fn largest<const M: usize, const N8: usize>(scores: &Fragments<M, N8>, i: usize)
     largest
 }
 
-/// What eight lanes have of a row, combined.
+/// Reduces a value over the eight lanes that share a row.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn of_row(of_lane: f32, combine: impl Fn(f32, f32) -> f32) -> f32 {
     let mut all = of_lane;
@@ -121,7 +121,7 @@ pub fn total(state: SoftmaxState) -> SoftmaxState {
     SoftmaxState { sum: of_row(state.sum, |a, b| a + b), ..state }
 }
 
-/// The weights of eight keys as the part of a right operand that has these keys as rows.
+/// P of eight keys as the part of a B operand whose rows are these keys.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn operand<T: MmaElement>(weights: [f32; 4]) -> u32 {
     movmatrix_trans(T::pack(weights[0], weights[1]))

@@ -178,13 +178,14 @@ pub fn accumulate<
             }
         }
     }
-    // With more rows registers do not suffice for a branch.
+    // With more rows there are not enough registers for a branch, so the offset is always
+    // subtracted.
     if C::HAS_OFFSET && (!flipped::fits(M, HALVES) || code.has_offset()) {
         subtract::<M, HALVES, D8>(out, &zeros);
     }
 }
 
-/// Takes from the output what quantized values of 0 have added to it, in blocks of both units.
+/// Subtracts from the output the contribution of the offset, for both units of the format.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn subtract<const M: usize, const HALVES: usize, const D8: usize>(
     out: &mut Columns<M, D8>,
@@ -201,17 +202,16 @@ fn subtract<const M: usize, const HALVES: usize, const D8: usize>(
     }
 }
 
-/// Where eight columns of the queries go, so that products over 16 columns meet the quantized
-/// values of the same ones.
+/// The order of query columns that matches the column order of converted quantized values.
 pub struct Order {
-    /// The two columns, of the eight, of each of four words.
+    /// For each of four words, its two columns among the eight.
     pub columns: [[usize; 2]; 4],
-    /// The column, of all, at which each word is put.
+    /// For each word, the column at which it is stored.
     pub places: [u32; 4],
 }
 
 impl Order {
-    /// Of the eight columns from `first`, a multiple of 8, on.
+    /// The order of the eight columns from `first` on, a multiple of 8.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn of<C: MmaCode>(first: u32) -> Self {
         let per_half = C::PER_HALF_WORD as u32;

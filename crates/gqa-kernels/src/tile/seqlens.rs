@@ -19,7 +19,7 @@ impl Seqlens {
         Self { last: seqlens_k, tokens: query_seqlens }
     }
 
-    /// The lengths over a paged KV cache, whose meaning `concept::pages` has.
+    /// The lengths over a paged KV cache; `concept::pages` explains them.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn of_pages(past_seqlens: Global<i32>) -> Self {
         Self::new(past_seqlens, Global::null())
@@ -35,7 +35,7 @@ impl Seqlens {
         Lengths { last, tokens: (self.tokens.load(b as usize).max(0) as u32).min(q_len) }
     }
 
-    /// What lane 0 has loaded, for all lanes of the warp.
+    /// Broadcasts what lane 0 has loaded to the warp.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn of_lane_0(self, loaded: Lengths, q_len: u32) -> Lengths {
         let last = shfl_idx_u32(loaded.last as u32, 0) as i32;

@@ -1,5 +1,5 @@
-//! The correction warpgroup: each thread has a row of each of the two tiles. It rescales the output
-//! where a row maximum has risen, and stores it in the end.
+//! The correction warpgroup: each thread has one row of each tile. It rescales the output where a
+//! row maximum has risen, and writes it at the end.
 
 use super::Pointers;
 use super::layout::{CHUNK, KEYS, ROWS, THREADS, TILE, Tile, of_tile};

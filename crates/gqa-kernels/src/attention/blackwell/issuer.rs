@@ -7,7 +7,7 @@ use crate::simt::*;
 use crate::tile::descriptor::{TensorDescriptor, tensor_instruction};
 use crate::tile::ring::Ring;
 
-/// S of a tile, into the columns that its weights have left.
+/// Issues S = Q·Kᵀ of a tile. S overwrites P of the previous key tile.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn score<S: Tile, T: MmaElement>(base: u32, memory: u32, tile: u32, ring: Ring) {
     // opaque(): otherwise descriptors stay live across the loop over key tiles and spill.
@@ -22,7 +22,7 @@ fn score<S: Tile, T: MmaElement>(base: u32, memory: u32, tile: u32, ring: Ring) 
     tcgen05_commit(of_tile(base, S::SCORED, tile));
 }
 
-/// The output of a tile gains P·V; of the first key tile it is that.
+/// Issues O += P·V of a tile, or O = P·V for the first key tile.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn add<S: Tile, T: MmaElement>(base: u32, memory: u32, tile: u32, ring: Ring, is_first: bool) {
     // opaque(): as above.
@@ -54,7 +54,7 @@ pub(super) fn run<S: Tile, T: MmaElement>(base: u32, memory: u32, work: &Work) {
         tcgen05_fence_after();
         score::<S, T>(base, memory, tile, keys);
     }
-    // Tiles that are loaded, and the number of the one that a stage holds.
+    // K and V tiles to load. `release` takes the number of the tile that the stage holds.
     let tiles = 2 * count;
     let release = |ring: Ring, tile: u32| {
         // Nobody waits for stages that are not filled again.

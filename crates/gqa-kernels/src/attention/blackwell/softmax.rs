@@ -1,4 +1,4 @@
-//! A softmax warpgroup: each thread has one row of the tile, and makes weights of its scores.
+//! A softmax warpgroup: each thread turns the scores of one row of the tile into P.
 
 use super::Pointers;
 use super::cache::Cache;
@@ -10,7 +10,7 @@ use crate::num::MmaElement;
 use crate::params::{AttentionParams, sink};
 use crate::simt::*;
 
-/// Powers of two by which a row's weights may exceed 1 before its maximum rises.
+/// Lazy-rescale threshold: P may reach 2 to this power before the row maximum is raised.
 pub(super) const LIMIT: f32 = 8.0;
 
 /// Scores of a row.
@@ -44,7 +44,7 @@ fn cap(s: &mut Scores, p: &AttentionParams) {
     }
 }
 
-/// Sets the scores of keys that the row does not see to -inf; the first is that of key `key`.
+/// Sets the scores of keys that the row does not see to -inf. The first score is that of key `key`.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn hide(s: &mut Scores, seen: Visible, key: u32) {
     let (first, end) = (seen.first as i32 - key as i32, seen.end as i32 - key as i32);
@@ -70,8 +70,8 @@ fn greatest(s: &Scores) -> f32 {
     max(max(tops[0], tops[1]), max(tops[2], tops[3]))
 }
 
-/// Raises the row's maximum to `top` if its weights would exceed the limit; returns the factor of
-/// what was added with the old one.
+/// Raises the row maximum to `top` if P would exceed the threshold; returns the rescale factor of
+/// the output so far.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn raise(state: &mut SoftmaxState, top: f32) -> f32 {
     let old = state.max;
@@ -79,11 +79,11 @@ fn raise(state: &mut SoftmaxState, top: f32) -> f32 {
         return 1.0;
     }
     let factor = state.raise(top);
-    // Without a score so far, all weights were 0.
+    // Before the first visible key P is 0: nothing to rescale.
     if old == f32::NEG_INFINITY { 1.0 } else { factor }
 }
 
-/// Stores the row's weights; returns their sum.
+/// Stores P of the row; returns its sum.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn weigh<T: MmaElement>(s: &Scores, state: &SoftmaxState, scale: f32, row: u32) -> f32 {
     let mut sums = [0.0; 4];

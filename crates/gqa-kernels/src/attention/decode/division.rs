@@ -104,7 +104,7 @@ struct Sums {
 }
 
 impl Division {
-    /// Of sequences with that many key tiles each; none is split yet.
+    /// The division of sequences with `tiles` key tiles each, before any is split.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn new(sequences: u32, tiles: Shared<u32>) -> Self {
         Self { sequences, tiles, longest: u32::MAX, part: u32::MAX }
@@ -117,7 +117,7 @@ impl Division {
         let tiles = if b < self.sequences { self.tiles.load(b) } else { 0 };
         let is_split = tiles > self.longest;
         let mut parts = tiles.min(1);
-        // Mostly none is, and no lane divides.
+        // In most cases no sequence is split, and the division is skipped.
         if any_sync(is_split) {
             let of_split = tiles.div_ceil(self.part.max(1)).min(MOST_PARTS);
             parts = if is_split { of_split } else { parts };
@@ -160,7 +160,7 @@ impl Division {
                 break;
             } else {
                 let longer = self.part as f32 * (sums.parts as f32 / slots as f32);
-                // Each sequence has at most one part that is shorter.
+                // Each sequence has at most one shorter part.
                 let enough = sums.tiles.div_ceil((slots - sequences).max(1));
                 let is_last = pass + 2 == PASSES;
                 let part = if is_last { enough } else { (longer as u32 + 1).min(enough) };
@@ -174,8 +174,8 @@ impl Division {
         of_split
     }
 
-    /// Part number `nth`; `None` past the last part. Where no sequence is split, they have their
-    /// own numbers, also those without keys.
+    /// Part number `nth`; `None` past the last part. If no sequence is split, the part's number is
+    /// the sequence's, and a sequence without keys has no part.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn find(&self, nth: u32, of_split: u32) -> Option<Part> {
         if of_split == 0 {
@@ -201,8 +201,8 @@ impl Division {
         None
     }
 
-    /// Passes each part with its number to `write`: what [`find`](Self::find) finds for it. Warp
-    /// `warp` of `warps` passes every `warps`-th group of [`LANES`] sequences.
+    /// Calls `write` with each part and its number, the parts that [`find`](Self::find) returns.
+    /// Warp `warp` of `warps` passes every `warps`-th group of [`LANES`] sequences.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn for_each_part(
         &self,
@@ -210,7 +210,7 @@ impl Division {
         [warp, warps]: [u32; 2],
         write: impl Fn(u32, Part),
     ) {
-        // Parts of split sequences, and of all others, before the group.
+        // Number of parts before the group: of split sequences, and of the others.
         let (mut split_before, mut whole_before) = (0, of_split);
         for first in Rolled(0..self.sequences, LANES) {
             let (_, parts) = self.sequence(first);

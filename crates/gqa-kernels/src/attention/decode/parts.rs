@@ -111,7 +111,7 @@ impl<
         (kept.splits > 0).then_some(kept)
     }
 
-    /// Leaves in shared memory whether a thread of the warp votes.
+    /// Stores in shared memory whether any thread of the warp votes.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn vote(votes: bool) {
         let any = any_sync(votes);

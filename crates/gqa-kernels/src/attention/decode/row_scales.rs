@@ -126,8 +126,8 @@ impl<
         }
     }
 
-    /// The unit that also covers the scales of this tile; brings the accumulators from `unit` to
-    /// it.
+    /// Returns the unit that also covers the scales of this tile, and rescales the accumulators
+    /// from `unit` to it.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn raise_unit(acc: &mut Columns<M, D8>, of_tile: &OfTile, unit: f32) -> f32 {
         const INFINITY: u32 = 0x7f80_0000;

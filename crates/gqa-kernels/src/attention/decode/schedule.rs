@@ -79,7 +79,7 @@ impl Shape {
         }
     }
 
-    /// As a schedule has it.
+    /// The shape as words of a schedule.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn words(&self) -> [[u32; 4]; 2] {
         let Self { sequences, slots, keys, shortest, window, q_len, ctas } = *self;
@@ -128,8 +128,8 @@ impl Schedule {
     }
 }
 
-/// What a CTA's part is stored with. Where one word of the four changes, it fits no longer; where
-/// more do, it fits by chance only.
+/// The seal of a part: a checksum over its words and the CTA's number. It detects every change of
+/// one word, and almost every change of several.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn seal_of(cta: u32, part: &Part) -> u32 {
     let Part { batch, split, splits } = *part;
@@ -192,8 +192,8 @@ fn store(schedule: Global<u32>, sequences: u32, cta: u32, part: &Part) {
     schedule.store_vec(part_word(sequences, cta), words);
 }
 
-/// What the kernel writes for these lengths, by the simulated machine: `starts`, (sequences + 1),
-/// is `None` where each sequence has one token.
+/// Runs the kernel for these lengths on the simulated machine and returns the schedule. `starts`,
+/// (sequences + 1), is `None` where each sequence has one token.
 ///
 /// # Errors
 /// Where there are not as many lengths as sequences.
@@ -239,7 +239,7 @@ pub fn scheduled_parts(words: &[u32], sequences: usize) -> Vec<Part> {
     parts.iter().map(read).filter(|part| part.batch != NOTHING).collect()
 }
 
-/// Which words of such a schedule have parts: none is written behind these.
+/// The words of such a schedule that hold parts: the last words that the kernel writes.
 #[cfg(not(target_arch = "nvptx64"))]
 pub fn scheduled_words(words: &[u32], sequences: usize) -> core::ops::Range<usize> {
     let [first, end] = [0, words[CTAS_WORD]].map(|cta| part_word(sequences as u32, cta));

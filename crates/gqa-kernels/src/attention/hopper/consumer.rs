@@ -173,8 +173,8 @@ impl<
         }
     }
 
-    /// The mainloop over all work tiles, or those up to one without rows of this warpgroup, whose
-    /// first K tile it passes over. Issues the next S = Q · Kᵀ before the current P · V, across
+    /// The mainloop over work tiles, up to the end or to one in which this warpgroup has no rows,
+    /// whose first K tile it skips. Issues the next S = Q · Kᵀ before the current P · V, across
     /// work tiles too, so that the softmax of a work tile's first scores and the epilogue of its
     /// output also overlap with products.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
@@ -195,7 +195,7 @@ impl<
             self.kv = self.kv.next(S::STAGES);
         }
         if self.may_idle() && self.works > 1 {
-            // The last V tile of the work tiles that this warpgroup has passed over.
+            // The last V tile of the work tile that this warpgroup has skipped.
             self.pass_tile();
             self.agree();
         }

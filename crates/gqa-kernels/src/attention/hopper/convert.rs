@@ -48,7 +48,8 @@ fn run_in<S: Tile, C: MmaCode>(code: C, base: u32) {
     let mut ring = Ring::START;
     let mut n = 0;
     loop {
-        // Opaque, or the address would be computed for all roles, and spilled in others.
+        // opaque(): otherwise the address is computed before the warpgroups branch, and spills in
+        // the others.
         let keys = Slot::drawn::<S>(opaque(base), n).keys();
         if keys.is_empty() {
             return;
@@ -67,7 +68,7 @@ fn run_over_values<S: Tile>(base: u32) {
     let mut n = 0;
     loop {
         let keys = Slot::drawn::<S>(opaque(base), n).keys();
-        // The last values of the work tile before come behind the first keys of this one.
+        // The first K tile of a work tile comes before the last V tile of the previous work tile.
         if !keys.is_empty() {
             ring = pass_next::<S>(base, ring);
         }
@@ -85,7 +86,7 @@ fn run_over_values<S: Tile>(base: u32) {
     }
 }
 
-/// Converts a tile and hands it on.
+/// Converts a tile and passes it to the consumers.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn convert_next<S: Tile, C: MmaCode>(code: C, base: u32, ring: Ring) -> Ring {
     mbarrier_wait(base + S::CODE_FULL + ring.barrier(), ring.parity);
@@ -95,7 +96,7 @@ fn convert_next<S: Tile, C: MmaCode>(code: C, base: u32, ring: Ring) -> Ring {
     ring.next(S::STAGES)
 }
 
-/// Hands a tile on as it is.
+/// Passes a tile to the consumers unconverted.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn pass_next<S: Tile>(base: u32, ring: Ring) -> Ring {
     mbarrier_wait(base + S::CODE_FULL + ring.barrier(), ring.parity);
@@ -117,8 +118,8 @@ fn convert_tile<S: Tile, C: MmaCode>(code: C, tile: u32) {
     store::<S, C>(code, tile, free, last);
 }
 
-/// The codes of this thread's columns of all rows, of the half of the chunks that begins with chunk
-/// `first`.
+/// Loads this thread's quantized values from one half of the chunks, which starts at chunk `first`:
+/// 16 columns of each of its rows.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn load<S: Tile, C: MmaCode>(codes: u32, first: u32) -> [[u32; 4]; TOGETHER] {
     let (row, chunk) = place::<S>();
@@ -139,12 +140,12 @@ fn load<S: Tile, C: MmaCode>(codes: u32, first: u32) -> [[u32; 4]; TOGETHER] {
     words
 }
 
-/// Writes their halves.
+/// Converts them to float16 and stores them.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn store<S: Tile, C: MmaCode>(code: C, tile: u32, first: u32, codes: [[u32; 4]; TOGETHER]) {
     let (row, chunk) = place::<S>();
     let at = swizzled(S::N, row, 8 * (first + chunk) + 2 * (lane() % 4));
-    // The next unit has traded places likewise.
+    // The swizzle keeps the two units of a pair side by side: the odd one is at `at ^ 16`.
     let (low, high) = (tile + at, tile + (at ^ 16));
     let mut i = 0;
     while i < TOGETHER {
@@ -155,7 +156,7 @@ fn store<S: Tile, C: MmaCode>(code: C, tile: u32, first: u32, codes: [[u32; 4]; 
     }
 }
 
-/// Row and chunk of what this thread converts first: eight rows of a chunk for each warp.
+/// First row of this thread, and its chunk; a warp takes eight rows of a chunk at a time.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn place<S: Tile>() -> (u32, u32) {
     let chunks = S::CHUNKS.div_ceil(2);
@@ -164,7 +165,7 @@ fn place<S: Tile>() -> (u32, u32) {
     (nth / chunks * 8 + row, nth % chunks)
 }
 
-/// Bytes between what this thread converts and what it converts next: rows of its chunk.
+/// Bytes from one row of this thread to its next row, in the same chunk.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 const fn apart<S: Tile>() -> u32 {
     let chunks = S::CHUNKS.div_ceil(2);
@@ -172,7 +173,7 @@ const fn apart<S: Tile>() -> u32 {
     WARPS / chunks * 8 * 128
 }
 
-/// Quantized values as halves, in two vectors.
+/// 16 quantized values as float16, in two vectors.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn halves<C: MmaCode>(code: C, [a, b, c, d]: [u32; 4]) -> [[u32; 4]; 2] {
     if C::BITS == 4 {

@@ -1,8 +1,9 @@
-//! Pieces of row tiles over a paged KV cache: where several CTAs attend to one (`schedule.rs`),
-//! each leaves its results in f32, and [`merge`] merges them.
+//! Row tiles whose keys several CTAs share, over a paged KV cache (`schedule.rs`). The keys that
+//! one CTA takes are a piece. Each CTA writes the result of its piece to scratch memory in f32, and
+//! [`merge`] merges them.
 //!
-//! A CTA has two pieces of shared row tiles at most: the first of its range, where the CTA before
-//! it has attended to other keys of the row tile, and the last one.
+//! A CTA has at most two pieces of shared row tiles: the first of its range, if the previous CTA
+//! takes earlier keys of that row tile, and the last.
 
 use super::given::Given;
 use super::output::Output;
@@ -17,24 +18,26 @@ use crate::tile::warp::{LANES, sum as warp_sum};
 
 /// Threads of a CTA of the merge.
 pub const MERGE_THREADS: u32 = 32 * MERGE_WARPS;
-/// Rows of a row tile that a CTA merges. More CTAs take longer to begin than they save.
+/// Rows of a row tile that a CTA merges. With fewer rows, starting the additional CTAs costs more
+/// than they save.
 pub(super) const MERGE_ROWS: u32 = MERGE_WARPS * WARP_ROWS as u32;
 
 const MERGE_WARPS: u32 = 8;
-/// Rows of a warp, whose loads are under way together.
+/// Rows of a warp; their loads are in flight at the same time.
 const WARP_ROWS: usize = 2;
 /// Columns of a row that a lane has at a time.
 const COLUMNS: u32 = 4;
 /// Pieces of a row whose columns a lane keeps in flight.
 const TOGETHER: usize = 2;
-/// CTAs whose pieces a warp looks for at a time: a lane sees where the next one's range begins.
+/// CTAs that a warp examines at a time, one per lane. The last lane only holds the start of the
+/// next range.
 const SEEN: u32 = LANES - 1;
 
-/// Stands for the place of a whole row tile, whose results go to the output.
+/// Place of a row tile that one CTA computes alone: its result goes to the output.
 pub(super) const WHOLE: u32 = u32::MAX;
 
-/// Where the results of a CTA's piece are among those of all: of its first piece, if another CTA
-/// has begun that row tile, before those of the last one.
+/// Number of a CTA's piece in scratch memory, two per CTA: first the piece of a row tile that an
+/// earlier CTA has begun (`begun`), then the piece of its last row tile.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) fn place(cta: u32, begun: bool) -> u32 {
     2 * cta + u32::from(!begun)
@@ -74,8 +77,8 @@ impl Parts {
         Self { given: Given::new(schedule), ..self }
     }
 
-    /// Leaves a thread's results. States hold this lane's share of the sums, or with
-    /// [`Tile::SUM_COLUMNS`] the sums.
+    /// Writes a thread's results to scratch memory. `states` has this lane's share of the row sums,
+    /// or with [`Tile::SUM_COLUMNS`] the whole sums.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn leave<S: Tile, const O: usize>(
         self,
@@ -107,7 +110,7 @@ impl Parts {
 #[derive(Clone, Copy)]
 struct Merged {
     state: SoftmaxState,
-    /// Of 128 columns each, those of this lane.
+    /// This lane's columns, for each group of 128 columns.
     columns: [[f32; COLUMNS as usize]; 2],
 }
 
@@ -141,7 +144,7 @@ pub fn merge<T: MmaElement>(
         PackedRow { is_empty: row.is_empty || row.token >= total.wrapping_sub(past), ..row }
     });
     let exists = found.map(|row| !row.is_empty);
-    // Warps without rows make room for others.
+    // Warps without rows exit.
     if !any_sync(exists[0] || exists[1]) {
         return;
     }
@@ -155,13 +158,13 @@ pub fn merge<T: MmaElement>(
     }
 }
 
-/// Whether a range begins within the row tile of `end`, behind its first key tile.
+/// Whether a range begins inside the row tile of `end`, after its first key tile.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn is_within([row_tile, group, keys]: [u32; 3], end: [u32; 3]) -> bool {
     row_tile == end[0] && group == end[1] && keys > 0
 }
 
-/// The first of this lane's columns among the 128 with number `pass`.
+/// This lane's first column in group `pass` of 128 columns.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn column(pass: usize) -> u32 {
     pass as u32 * LANES * COLUMNS + lane() * COLUMNS
@@ -170,7 +173,8 @@ fn column(pass: usize) -> u32 {
 impl Merged {
     const EMPTY: Self = Self { state: SoftmaxState::EMPTY, columns: [[0.0; 4]; 2] };
 
-    /// Lets each lane's piece have such a state; returns the factor of this lane's columns.
+    /// Merges the maxima and sums of the pieces, one per lane, into the row's state; rescales the
+    /// columns and returns the weight of this lane's piece.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn weigh(&mut self, [max, sum]: [f32; 2]) -> f32 {
         let factor = self.state.raise(over_lanes(max, f32::max));
@@ -249,8 +253,8 @@ impl Parts {
         merged
     }
 
-    /// Adds the columns of the pieces of lanes `nth..count`, a few at a time, times their weights.
-    /// What has no weight may not have been written.
+    /// Adds the columns of the pieces that lanes `nth..count` hold, times their weights. A piece of
+    /// weight 0 is not read: it may not have been written.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn add(
         self,
@@ -290,7 +294,7 @@ impl Parts {
     }
 }
 
-/// `value` of all lanes, joined.
+/// Reduces `value` over all lanes.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn over_lanes(value: f32, join: impl Fn(f32, f32) -> f32) -> f32 {
     [16, 8, 4, 2, 1].into_iter().fold(value, |value, mask| join(value, shfl_xor_f32(value, mask)))

@@ -16,9 +16,8 @@
 //! and has a place for each. range_starts (CTA + 1, [`LEFT_WORDS`]), which the merge reads: row
 //! tile, group, key tile, 0, and where the row tile's rows are. The last one is behind all work.
 //!
-//! **Shared memory**: sums, in the place of the K and V stages, which nothing has filled yet; where
-//! the range begins and ends, and its first row tile, in the place of the
-//! [window](super::row_tiles).
+//! **Shared memory**: prefix sums, in the K and V stages, which are still empty; start and end of
+//! the range, and its first row tile, in the place of the [window](super::row_tiles).
 
 use super::packing::Packing;
 #[cfg(not(target_arch = "nvptx64"))]
@@ -44,20 +43,21 @@ pub const MOST_ROW_TILES: u32 = 8192;
 pub(super) const ROWS: u32 = 2 * WARPGROUP_ROWS;
 /// Words of a row tile.
 pub(super) const TILE_WORDS: u32 = 12;
-/// Words of a place where a range begins.
+/// Words of an entry of range_starts.
 pub(super) const START_WORDS: u32 = 4;
 /// Words of it in scratch memory, with those of its row tile that the merge needs.
 pub(super) const LEFT_WORDS: u32 = 2 * START_WORDS;
 
-/// Offset of the range's first row tile, in words behind where it begins and ends.
+/// Offset of the range's first row tile in words, after the start and end of the range.
 const FIRST: u32 = 2 * START_WORDS;
 /// Bytes of these, in the place of the window.
 pub(super) const HERE: u32 = 4 * (FIRST + TILE_WORDS);
 /// What the beginning of a row tile costs, in key tiles.
 const BEGINNING: u32 = 2;
-/// Offset of the row tiles of the sequences up to each one, behind the sums of the warps.
+/// Offset of the inclusive prefix sums of row tiles per sequence; the sums of the warps come
+/// before.
 const ROW_TILES: u32 = 4 * LANES;
-/// Offset of the work of the row tiles up to each one.
+/// Offset of the inclusive prefix sums of work per row tile.
 const WORK: u32 = ROW_TILES + 4 * MOST_SEQUENCES;
 /// Bytes of all sums.
 const SUMS: u32 = WORK + 4 * MOST_ROW_TILES;
@@ -113,7 +113,7 @@ pub fn most_row_tiles(p: &PagedHopperParams) -> u32 {
 /// [`most_row_tiles`] of a call with that many tokens, in row tiles of `height` tokens.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn most_of(p: &AttentionParams, tokens: u32, height: u32) -> u32 {
-    // Saturates: a call of more is not divided.
+    // Saturates: the planner does not divide such a large call.
     let of_longest = p.batch.saturating_mul(p.q_len.div_ceil(height));
     of_longest.min(row_tiles(tokens, p.batch, height))
 }
@@ -161,7 +161,7 @@ impl<'a, S: Tile> Call<'a, S> {
         Shared::at(S::KV + bytes)
     }
 
-    /// Counts the row tiles of the sequences up to each one. Returns how many all have.
+    /// Inclusive prefix sums of the row tiles per sequence. Returns the total.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn count_row_tiles(&self) -> u32 {
         let (batch, sums) = (self.p.batch, Self::sums(ROW_TILES));
@@ -183,7 +183,7 @@ impl<'a, S: Tile> Call<'a, S> {
         self.sequences.get(b, self.p).new.div_ceil(self.tokens)
     }
 
-    /// Sums up the work of the row tiles up to each one. Returns that of all.
+    /// Inclusive prefix sums of the work per row tile. Returns the total.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn sum_up_work(&self, count: u32) -> u32 {
         let sums = Self::sums(WORK);
@@ -210,11 +210,11 @@ impl<'a, S: Tile> Call<'a, S> {
         Work::of_row_tile(batch, rows, self.sequences.get(batch, self.p), self.keys, self.p)
     }
 
-    /// Where the range of this CTA begins, and that of the next one, with so much work in each
-    /// group's row tiles.
+    /// Start and end of this CTA's range; `work` is the work of one group's row tiles, `count`
+    /// their number.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn range(&self, work: u32, count: u32) -> [Start; 2] {
-        // Even lanes find the one, odd ones the other.
+        // Even lanes find the start, odd lanes the end.
         let cta = block_idx_x() + lane() % 2;
         let is_range = cta < self.parts.ctas;
         let start = if is_range { self.range_start(cta, work, count) } else { [count, 0, 0] };
@@ -240,7 +240,8 @@ impl<'a, S: Tile> Call<'a, S> {
         let keys = quotient(rest.saturating_sub(BEGINNING), shortest) * shortest;
         match () {
             () if count >= 2 * shortest && keys + shortest <= count => [row_tile, group, keys],
-            // The row tile is not divided, or too little would be left of it.
+            // The row tile is too short to divide, or its rest would be too short: round to one of
+            // its ends.
             () if 2 * rest < own && count < 2 * shortest => [row_tile, group, 0],
             () if group + 1 < self.groups => [row_tile, group + 1, 0],
             () => [row_tile + 1, 0, 0],
@@ -277,7 +278,7 @@ impl<'a, S: Tile> Call<'a, S> {
         }
     }
 
-    /// The sum of `own` up to this thread, and adds that of all threads to `all`.
+    /// Inclusive prefix sum of `own` over the threads; adds the total to `all`.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn sum_up_to_thread(own: u32, all: &mut u32) -> u32 {
         let sums = Self::sums(0);
@@ -307,7 +308,8 @@ pub(super) fn tile_word(cta: u32, row_tile: u32) -> u32 {
     TILE_WORDS * (row_tile + cta)
 }
 
-/// The first of `count` rising numbers that is above `value`; `count` if none is.
+/// Binary search: index of the first of `count` ascending numbers above `value`; `count` if there
+/// is none.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn first_above(numbers: Shared<u32>, count: u32, value: u32) -> u32 {
     let (mut low, mut high) = (0, count);
@@ -334,13 +336,13 @@ pub(super) struct WorkRange {
     from: u32,
     /// Pieces that are left.
     left: u32,
-    /// Where the last one ends, if another CTA has the rest of its row tile; else 0.
+    /// End of the last piece in key tiles, if another CTA has the rest of that row tile; else 0.
     end: u32,
-    /// A word of the next piece's row tile, by lane.
+    /// Lane `i` holds word `i` of the description of the next piece's row tile.
     held: u32,
 }
 
-/// What CTAs leave of the division.
+/// The division in device memory.
 #[derive(Clone, Copy)]
 pub(super) struct Schedule {
     pub(super) row_tiles: Global<u32>,
@@ -374,7 +376,7 @@ impl Schedule {
         self.range_starts.store_vec((LEFT_WORDS * cta + START_WORDS) as usize, words);
     }
 
-    /// The range of this CTA, as [`divide`] has left it.
+    /// The range of this CTA, which [`divide`] has stored in shared memory.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn range<S: Tile>(self, packing: Packing, q_heads: u32) -> WorkRange {
         let here = Shared::<u32>::at(S::BYTES);
@@ -387,14 +389,14 @@ impl Schedule {
         let whole = (last - row_tile) * groups + behind - group;
         let left = if begin == end { 0 } else { whole + rest.min(1) };
         let (row_tiles, end) = (self.row_tiles, rest);
-        // Those of global memory would take longer to arrive.
+        // From shared memory: loads from global memory would take longer.
         let held = if left > 0 && lane() < TILE_WORDS { here.load(FIRST + lane()) } else { 0 };
         WorkRange { row_tiles, groups, heads, row_tile, group, from, left, end, held }
     }
 }
 
 impl WorkRange {
-    /// The next piece; `None` behind the last.
+    /// The next piece; `None` after the last.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn next(&mut self) -> Option<Work> {
         if self.left == 0 {
@@ -410,7 +412,7 @@ impl WorkRange {
         Some(work.piece([from, to]))
     }
 
-    /// To the next group, or the first one of the next row tile.
+    /// Moves to the next group, or to the first group of the next row tile.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn step(&mut self) {
         (self.left, self.group, self.from) = (self.left - 1, self.group + 1, 0);
@@ -436,8 +438,7 @@ impl WorkRange {
 /// ranges begin. `starts` is (sequences + 1), `past_seqlens` (sequences); the CTAs are those of the
 /// kernel for head size 128. They take their ranges from `given`, if that fits.
 ///
-/// # Errors
-/// Where a CTA leaves its memory, or several write one place.
+/// # Errors Where a CTA accesses memory outside of its bounds, or several write one place.
 #[cfg(not(target_arch = "nvptx64"))]
 pub fn divided(
     starts: &[i32],

@@ -195,7 +195,8 @@ impl KeyTiles {
         }
     }
 
-    /// Split `split` of `splits` equal ones; the last ones may be shorter, or empty.
+    /// Key tiles of split `split` of `splits` equal splits; the last splits may be shorter or
+    /// empty.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn split(self, split: u32, splits: u32) -> Self {
         let tiles = self.count().div_ceil(splits.max(1));
@@ -203,13 +204,13 @@ impl KeyTiles {
         Self { first, end: (first + tiles).min(self.end), ..self }
     }
 
-    /// Those from number `from` to `to` of them.
+    /// Key tiles `from..to`, counted from the first.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn between(self, [from, to]: [u32; 2]) -> Self {
         Self { first: self.first + from, end: self.first + to, ..self }
     }
 
-    /// How many there are.
+    /// Number of key tiles.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn count(self) -> u32 {
         self.end.saturating_sub(self.first)

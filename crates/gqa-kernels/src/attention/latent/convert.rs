@@ -1,14 +1,15 @@
-//! A latent cache of float8: three warps make halves of it, exactly, and the tensor cores multiply
-//! these.
+//! A latent cache of float8: three warps convert it to float16, exactly, for the tensor cores.
 //!
-//! wgmma takes no transposed 8-bit operand, so values must become halves, and keys are the same
+//! wgmma takes no transposed 8-bit operand, so values must become float16, and keys are the same
 //! rows. TMA copies the float8 values of a group's two chunks, 128 bytes of each row, to the place
-//! of the second one. Row `r` of them lies where row `r` of that chunk's halves will. A warp reads
-//! whole rows before it writes them, so that it alone decides when their place is free.
+//! of the second chunk. There row `r` of the float8 values occupies the bytes of row `r` of the
+//! converted chunk. A warp reads whole rows before it overwrites them, so no other warp needs to
+//! wait.
 //!
-//! A lane converts 32 channels of a row, and four lanes have a group's. Eight lanes with two rows
-//! read and write all eight units of 128 bytes at a time: lanes of the second chunk begin with
-//! their later channels. Only the rotated channels have two lanes to a unit where they are read.
+//! A lane converts 32 channels of a row, so four lanes share the channels of a group. To avoid bank
+//! conflicts, eight lanes with two rows access all eight 16-byte units of 128 bytes at a time: the
+//! lanes of the second chunk start with the later half of their channels. Only reads of the rotated
+//! channels have bank conflicts, of two lanes.
 
 use super::{BUFFERS, CHUNK_BYTES, KEYS, OWN_GROUPS, ROTATED, Shape, Work};
 use crate::num::{Float8, MmaCode, MmaElement};
@@ -20,7 +21,7 @@ pub(super) const WARPS: u32 = 3;
 const ROWS: u32 = 16;
 /// Of these, rows that it reads at a time.
 const AT_ONCE: u32 = 8;
-/// How often.
+/// Reads per conversion.
 const TIMES: usize = (ROWS / AT_ONCE) as usize;
 
 /// The chunk in whose place the float8 values of a group arrive.
@@ -44,7 +45,8 @@ pub(super) fn run<S: Shape, T: MmaElement>(work: &Work<'_, S, T>, number: u32) {
             false => (nth % 2 * OWN_GROUPS + i - 1) % ROTATED,
         };
         mbarrier_wait(work.codes(buffer, group), parity);
-        // Rows are dealt out to the warps across groups, so that all get as many.
+        // Rows are distributed among the warps across groups, so that all warps get the same
+        // number.
         let units = (number + 2 * i) % WARPS..KEYS / ROWS;
         for unit in Rolled(units, WARPS) {
             if is_rotated {
@@ -64,14 +66,15 @@ pub(super) fn run<S: Shape, T: MmaElement>(work: &Work<'_, S, T>, number: u32) {
     }
 }
 
-/// Rows from `first` on of two chunks, which begin at `chunks`.
+/// Converts the rows from `first` on of the two chunks at `chunks`.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn convert_rows(chunks: u32, first: u32) {
-    // opaque(): otherwise all that follows from it is kept across the loops, and spills.
+    // opaque(): otherwise derived values stay live across the loops and spill.
     let lane = opaque(lane());
     let quarter = lane % 4;
     let side = quarter / 2;
-    // Of its two units of float8 values a lane has the one first and then the other.
+    // A lane has two units of float8 values. Lanes of the first chunk start with the first unit,
+    // lanes of the second chunk with the second.
     let unit = 2 * quarter + side;
     let from = chunks + CHUNK_BYTES + place(first, lane, unit);
     let words: [[_; 2]; TIMES] = core::array::from_fn(|time| {
@@ -86,7 +89,7 @@ fn convert_rows(chunks: u32, first: u32) {
     }
 }
 
-/// Rows from `first` on of the rotated channels, 16 to a lane.
+/// Converts the rows from `first` on of the rotated channels, 16 channels per lane.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn convert_rotated(chunk: u32, first: u32) {
     let lane = opaque(lane());
@@ -100,7 +103,7 @@ fn convert_rotated(chunk: u32, first: u32) {
     }
 }
 
-/// Writes the halves of 16 float8 values to two units of a row.
+/// Converts 16 float8 values to float16 and writes them to two units of a row.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn store(to: u32, codes: [u32; 4]) {
     for i in 0..2 {
@@ -109,8 +112,8 @@ fn store(to: u32, codes: [u32; 4]) {
     }
 }
 
-/// Where unit `unit` of the lane's row is in a chunk. Row `first`, a multiple of 8, is the first
-/// lane's.
+/// Byte offset of unit `unit` of the lane's row in a chunk. The first lane has row `first`, a
+/// multiple of 8.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn place(first: u32, lane: u32, unit: u32) -> u32 {
     let row = lane / 4;

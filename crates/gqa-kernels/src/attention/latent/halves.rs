@@ -1,4 +1,5 @@
-//! A warpgroup that multiplies: the scores of every second tile, and half of the output's columns.
+//! A warpgroup that multiplies. It computes the scores of every second tile, and half of the
+//! output's columns over all tiles.
 
 use super::queries::Held;
 use super::{COLUMNS, MULTIPLYING, OWN_GROUPS, QUERIES, ROWS, SUMS, Shape, Work, row_of};
@@ -9,7 +10,7 @@ use crate::simt::*;
 use crate::tile::softmax::{ScoreScale, States, total};
 use core::ops::Range;
 
-/// Output elements of a thread: of two rows, pairs of columns 8 apart.
+/// Output elements of a thread: in each of two rows, pairs of columns at distance 8.
 pub(super) const OUTPUTS: usize = COLUMNS as usize / 2;
 
 /// Multiplies all tiles of the CTA; `half` is the warpgroup's number.
@@ -32,19 +33,19 @@ pub(super) fn run<S: Shape, T: MmaElement>(work: &Work<'_, S, T>, half: u32) {
 /// What a thread keeps from tile to tile.
 pub(super) struct Half {
     pub(super) half: u32,
-    /// Parity of the half's next tile among its tiles.
+    /// Phase parity of the half's next tile.
     pub(super) parity: u32,
     pub(super) held: Held,
     pub(super) scale: ScoreScale,
     /// The keys that each row sees.
     pub(super) visible: [Visible; 2],
-    /// The maxima are of all tiles so far, the sums of the half's own.
+    /// Maxima over all tiles so far; sums over the half's own tiles.
     pub(super) states: States<1>,
     pub(super) out: [f32; OUTPUTS],
 }
 
 impl Half {
-    /// Loads the queries, too.
+    /// Also loads the queries.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn new<S: Shape, T: MmaElement>(work: &Work<'_, S, T>, half: u32) -> Self {
         let held = work.load_held();
@@ -70,7 +71,8 @@ impl Half {
         1 - self.half
     }
 
-    /// Attends to a tile of this half, and to the tile ahead of it, unless this is the first one.
+    /// One step: the scores and P of a tile of this half; P · V of the previous tile, which belongs
+    /// to the other half, unless there is none; then P · V of this tile.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn attend<S: Shape, T: MmaElement, const FIRST: bool>(
         &mut self,
@@ -110,7 +112,7 @@ impl Half {
         self.parity ^= 1;
     }
 
-    /// Attends to the last tile, if it is the other half's.
+    /// Adds P · V of the last tile, if it belongs to the other half.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn attend_to_last<S: Shape, T: MmaElement>(&mut self, work: &Work<'_, S, T>) {
         let count = work.count();
@@ -128,7 +130,7 @@ impl Half {
         if S::APART { 0 } else { self.half }
     }
 
-    /// The buffer of the values of that half's tile.
+    /// The buffer that holds the values of a tile of half `owner`.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn values<S: Shape>(owner: u32) -> u32 {
         if S::APART { 1 } else { owner }
@@ -146,13 +148,13 @@ impl Half {
         }
     }
 
-    /// Releases the `nth` group of the half's columns of the values of that half's tile.
+    /// Releases group `nth` of this half's value columns, in a tile of half `owner`.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn release_values<S: Shape, T: MmaElement>(&self, work: &Work<'_, S, T>, owner: u32, nth: u32) {
         self.release(work, Self::values::<S>(owner), self.half * OWN_GROUPS + nth);
     }
 
-    /// Releases a group of chunks for this warp, whose lanes have all read it.
+    /// Releases a group of chunks on behalf of this warp, after all of its lanes have read it.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn release<S: Shape, T: MmaElement>(&self, work: &Work<'_, S, T>, buffer: u32, group: u32) {
         sync_warp();
@@ -188,7 +190,7 @@ impl Half {
         }
     }
 
-    /// Multiplies the thread's rows.
+    /// Multiplies the output of the thread's two rows by a factor each.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn rescale(&mut self, factors: [f32; 2]) {
         for i in 0..OUTPUTS {
@@ -197,7 +199,7 @@ impl Half {
     }
 }
 
-/// Where a half keeps a number for each row.
+/// Shared memory in which a half stores a number for each row.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) fn place(kind: u32, half: u32) -> Shared<f32> {
     Shared::at(kind).offset(half * ROWS)

@@ -9,9 +9,9 @@ use super::{
 use crate::num::MmaElement;
 use crate::simt::*;
 
-/// Blocks of the fewest rows in a tile.
+/// Blocks of a tile if blocks have the fewest rows.
 const UNITS: u32 = KEYS / LEAST_BOX;
-/// Tiles whose blocks the lanes hold at a time.
+/// Tiles whose block numbers the lanes hold at a time.
 const HELD: u32 = 32 / UNITS;
 
 /// Run by the last warpgroup.
@@ -47,8 +47,8 @@ impl Tiles {
         }
     }
 
-    /// The first group of the `nth` tile's but for the rotated channels, in the order in which
-    /// they become empty. The half that owns the tile before multiplies its values first.
+    /// The group of tile `nth` that becomes empty first, apart from the rotated channels. The half
+    /// that owns the previous tile multiplies its values first.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn first_group(self, nth: u32) -> u32 {
         match self {
@@ -79,7 +79,7 @@ fn load<S: Shape, T: MmaElement>(work: &Work<'_, S, T>, map: TensorMap, tiles: T
     }
 }
 
-/// A tile's boxes of one chunk: one for each lane of the first ones.
+/// The TMA boxes of one chunk of a tile. Each of the first lanes copies one box.
 struct Boxes {
     map: TensorMap,
     /// Boxes of a chunk.
@@ -91,14 +91,14 @@ struct Boxes {
     buffer: u32,
     /// The set of the barriers `FULL`.
     set: u32,
-    /// Which 16 rows of the tile are outside of the cache.
+    /// Bit `i`: rows 16 i to 16 i + 15 of the tile lie outside of the cache.
     gaps: u32,
 }
 
 impl Boxes {
-    /// Of a tile and its buffer, whose blocks are among those that the lanes hold. A box has as
-    /// many rows as a block, but not more than the tile. Blocks outside of the cache become one
-    /// past its end, where TMA loads zeros.
+    /// The boxes of a tile, whose block numbers the lanes hold in `held`. A box has as many rows as
+    /// a block, or as the tile if that is smaller. A block number outside of the cache is replaced
+    /// by one past its end, where TMA loads zeros.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn new<S: Shape, T: MmaElement>(
         work: &Work<'_, S, T>,
@@ -121,7 +121,8 @@ impl Boxes {
         Self { map, units, block, row, place, buffer, set, gaps }
     }
 
-    /// Copies a group's chunks, once it is empty; in a cluster one of them, to both CTAs.
+    /// Copies the chunks of a group once it is empty. In a cluster of two, each CTA copies one of
+    /// the chunks to both CTAs.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn copy<S: Shape, T: MmaElement>(&self, work: &Work<'_, S, T>, group: u32, empty: u32) {
         if S::CONVERTS {
@@ -153,8 +154,8 @@ impl Boxes {
         }
     }
 
-    /// The same of float8 values: those of a group are one chunk, and come to the place of its last
-    /// one.
+    /// The same for a float8 cache: the float8 values of a group are one chunk in size, and are
+    /// copied to the place of the group's last chunk.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn copy_codes<S: Shape, T: MmaElement>(&self, work: &Work<'_, S, T>, group: u32, empty: u32) {
         let codes = work.codes(self.buffer, group);
@@ -174,8 +175,8 @@ impl Boxes {
 }
 
 impl<S: Shape, T: MmaElement> Work<'_, S, T> {
-    /// The block of a row of the sequence. For rows past the last one that a query row sees, whose
-    /// table entries are undefined, the block of that row.
+    /// The block of a row of the sequence. Table entries past the last visible row are undefined,
+    /// so rows past it get the block of the last visible row.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn block_of(&self, row: u32) -> u32 {
         if S::APART && self.p.log_block_size == CONTIGUOUS {

@@ -154,8 +154,8 @@ fn over_lanes(value: f32, join: impl Fn(f32, f32) -> f32) -> f32 {
     [16, 8, 4, 2, 1].into_iter().fold(value, |value, mask| join(value, shfl_xor_f32(value, mask)))
 }
 
-/// The sums of this warp's splits, for four columns. Results of a split whose weight is 0 were
-/// perhaps not written.
+/// The sums of this warp's splits, for four columns. Splits of weight 0 are not read: their results
+/// may not have been written.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn add_up(from: Global<f32>, stride: usize, splits: u32) -> [f32; 4] {
     let weights = Shared::<f32>::at(0);

@@ -1,5 +1,5 @@
-//! The queries: 512 channels in shared memory, and a chunk in registers, which of a latent cache is
-//! the rotated channels.
+//! The queries: 512 channels in shared memory, and one chunk in registers: with a latent cache the
+//! rotated channels.
 
 use super::{CHUNK, MULTIPLYING, QUERIES, QUERY_CHUNK, ROWS, Shape, VALUE_SIZE, Work, row_of};
 use crate::attention::hopper::{exponent, greatest_of_vector, power_of_two};
@@ -16,7 +16,7 @@ const TOGETHER: u32 = 4;
 /// Vectors of a row that a lane of that warp has at most.
 const LANE_VECTORS: usize = 3;
 
-/// Left operands of products with a chunk, for each 16 channels.
+/// A operands of one chunk of the queries, for each 16 channels.
 pub(super) type Held = [[u32; 4]; 4];
 
 impl<S: Shape, T: MmaElement> Work<'_, S, T> {
@@ -63,10 +63,9 @@ impl<S: Shape, T: MmaElement> Work<'_, S, T> {
         operands
     }
 
-    /// Halves of the queries in place of what [`load_queries`](Self::load_queries) stored, and of
-    /// those that the thread holds. A row is divided by a power of two that no
-    /// element exceeds as a half, and times the cache's scale that is what its scores are
-    /// multiplied by.
+    /// Converts the queries that [`load_queries`](Self::load_queries) stored, and those that the
+    /// thread holds, to float16. Each row is divided by a power of two so that its elements fit
+    /// float16. The scores of the row are later multiplied by that power and by the cache's scale.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn convert_queries(&self, held: Held) -> Held {
         for first in Rolled(warp() * TOGETHER..ROWS, MULTIPLYING / 32 * TOGETHER) {
@@ -83,7 +82,7 @@ impl<S: Shape, T: MmaElement> Work<'_, S, T> {
         self.convert_held(held)
     }
 
-    /// A 16-byte vector of a query; zeros behind it, and where there is none.
+    /// A 16-byte vector of a query; zeros past its end, and for a row that does not exist.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn query_vector(&self, from: Option<usize>, vector: u32) -> [u32; 4] {
         match from {
@@ -94,7 +93,7 @@ impl<S: Shape, T: MmaElement> Work<'_, S, T> {
         }
     }
 
-    /// Stores a row that the warp holds, divided.
+    /// Divides a row that the warp holds, and stores it as float16.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn divide_query(&self, r: u32, vectors: [[u32; 4]; LANE_VECTORS]) {
         let top = vectors.map(greatest_of_vector).into_iter().fold(0, max_u16x2);
@@ -119,7 +118,8 @@ impl<S: Shape, T: MmaElement> Work<'_, S, T> {
         }
     }
 
-    /// Makes halves of what [`load_held`](Self::load_held) loaded, once all rows have divisors.
+    /// Converts what [`load_held`](Self::load_held) loaded to float16, after the divisors of all
+    /// rows are stored.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn convert_held(&self, mut operands: Held) -> Held {
         let factors = [0, 1].map(|half| rcp(self.divisor(row_of(half)).load(0)));
@@ -145,7 +145,7 @@ impl<S: Shape, T: MmaElement> Work<'_, S, T> {
         }
     }
 
-    /// What row `r` of the tile was divided by.
+    /// Shared-memory address of the divisor of row `r`.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn divisor(&self, r: u32) -> Shared<f32> {
         Shared::at(S::DIVISORS).offset(r)

@@ -47,8 +47,9 @@ impl Half {
         scores
     }
 
-    /// Begins to multiply the rest. These chunks have mostly arrived, and products without a wait
-    /// between them are one group to the hardware, too, so that the one ahead can be waited for.
+    /// Issues the remaining products of the scores. Their chunks have mostly arrived. There is no
+    /// wait between these products, so the hardware treats them as one wgmma group, and the
+    /// previous group can be waited for alone.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn end_scores<S: Shape, T: MmaElement>(
         &self,
@@ -67,8 +68,8 @@ impl Half {
         wgmma_commit();
     }
 
-    /// The first chunk of part 0 or 1 of the scores: of a latent cache the half's own columns come
-    /// first, else the first ones, whose place is the first to be filled again.
+    /// First chunk of part 0 or 1 of the scores. With a latent cache the half's own columns come
+    /// first; otherwise chunk 0 does, because its place is refilled first.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn first_chunk<S: Shape>(&self, part: u32) -> u32 {
         OWN_CHUNKS * if S::APART { part } else { self.half ^ part }
@@ -80,7 +81,7 @@ impl Half {
         mbarrier_wait(work.full(self.half, chunk), self.parity);
     }
 
-    /// The queries and the half's buffer from a chunk on.
+    /// Descriptors of the queries and of the half's keys, from chunk `first` on.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn chunks<S: Shape, T: MmaElement>(
         &self,
@@ -89,13 +90,14 @@ impl Half {
     ) -> [Descriptor; 2] {
         let q = work.base + first * QUERY_CHUNK;
         let k = work.buffer(self.keys::<S>()) + first * CHUNK_BYTES;
-        // Broadcast, so that the compiler knows that they are warp-uniform: descriptors are made in
-        // uniform registers, or else take longer to make than the products.
+        // Broadcast, so that the compiler knows that the addresses are warp-uniform and computes
+        // descriptors in uniform registers. Otherwise computing them takes longer than the
+        // products.
         [q, k].map(|address| Descriptor::new(shfl_idx_u32(address, 0), 16))
     }
 
     /// Turns the scores of a tile into P, rescales the output to the new row maxima, and passes
-    /// both to the other half. Releases what only the scores needed.
+    /// both to the other half. Releases the chunks that only the scores need.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn weigh<S: Shape, T: MmaElement>(
         &mut self,
@@ -141,7 +143,7 @@ impl Half {
         }
     }
 
-    /// Leaves P and the row maxima for the same threads of the other half.
+    /// Stores P and the row maxima in shared memory for the same thread of the other half.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn pass<S: Shape, T: MmaElement>(&self, work: &Work<'_, S, T>, weights: &Weights) {
         for depth in 0..DEPTHS {

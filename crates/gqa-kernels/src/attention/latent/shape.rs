@@ -1,4 +1,4 @@
-//! What the kernels of this skeleton differ in: how wide keys are, and where values lie.
+//! The shapes of the kernels: width of keys, and whether values are part of the keys.
 
 use super::queries::Held;
 use super::{
@@ -12,14 +12,14 @@ pub trait Shape {
     const KEY_SIZE: u32;
     /// Whether values have tiles of their own. Otherwise they are the keys' first channels.
     const APART: bool;
-    /// The chunk of the queries that stays in registers, the first of a key that is multiplied.
+    /// The chunk of the queries that stays in registers. It is multiplied first.
     const HELD: u32;
-    /// What the tensor cores multiply where queries are `T`.
+    /// Operand type of the tensor cores if queries are `T`.
     type Operand<T: MmaElement>: MmaElement;
-    /// Whether the cache holds float8, of which warps make operands (`convert.rs`).
+    /// Whether the cache holds float8, which three warps convert to operands (`convert.rs`).
     const CONVERTS: bool = false;
-    /// Makes operands of the loaded queries, and of those that a thread holds. A function of the
-    /// shape, because a branch here, even one never taken, makes other shapes spill.
+    /// Converts the loaded queries, and those that a thread holds, to operands. A function of the
+    /// shape, because a branch, even one never taken, makes other shapes spill.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     #[expect(private_interfaces, reason = "only this module calls it")]
     fn prepare<T: MmaElement>(_: &Work<'_, Self, T>, held: Held) -> Held
@@ -31,12 +31,12 @@ pub trait Shape {
 
     /// Chunks of a buffer.
     const CHUNKS: u32 = Self::KEY_SIZE / CHUNK;
-    /// Groups of chunks that are emptied together: pairs, and the rotated channels.
+    /// Groups of chunks that are released together: pairs of chunks, and the rotated channels.
     const GROUPS: u32 = Self::CHUNKS.div_ceil(2);
-    /// The group of a key tile that its owner releases last, behind the mask.
+    /// The group of a key tile that its owner releases last, after masking.
     const LAST_GROUP: u32 = Self::GROUPS - 1;
-    /// Sets of the barriers `FULL`: for the keys of each half, and for values that are apart. A
-    /// half waits for every phase of those that it reads.
+    /// Sets of `FULL` barriers: one for the keys of each half, and one for values if these are
+    /// apart. A half waits for every phase of the barriers that it reads.
     const SETS: u32 = if Self::APART { 3 } else { 2 };
     /// Bytes of a buffer.
     const BUFFER_BYTES: u32 = Self::CHUNKS * CHUNK_BYTES;
@@ -47,13 +47,13 @@ pub trait Shape {
     const WEIGHTS: u32 = Self::KV + BUFFERS * Self::BUFFER_BYTES;
     /// Offset of the rows, as [`Row::keep`](crate::tile::rows::Row::keep) stores them.
     const ROW_PLACES: u32 = Self::WEIGHTS + BUFFERS * WEIGHT_BYTES;
-    /// Offset of the row maxima after that tile of each half.
+    /// Offset of the row maxima after the last tile of each half.
     const MAXIMA: u32 = Self::ROW_PLACES + ROWS * 16;
     /// Offset of the rows' sums of each half.
     const ROW_SUMS: u32 = Self::MAXIMA + BUFFERS * ROWS * 4;
-    /// Offset of which 16 rows of each buffer are outside of the cache: a bit each.
+    /// Offset of a bit mask per buffer: a bit says that 16 rows lie outside of the cache.
     const GAPS: u32 = Self::ROW_SUMS + BUFFERS * ROWS * 4;
-    /// Offset of two numbers for which registers are too few: keys that some row sees, and tiles.
+    /// Offset of two numbers that do not fit registers: keys that some row sees, and tiles.
     const COUNTS: u32 = Self::GAPS + 4 * BUFFERS;
     /// Offset of the barriers `FULL`.
     const FULL: u32 = Self::COUNTS + if Self::APART { 8 } else { 0 };
@@ -63,7 +63,7 @@ pub trait Shape {
     const PASSED: u32 = Self::EMPTY + 8 * BUFFERS * Self::GROUPS;
     /// Offset of the barriers `CODES`.
     const CODES: u32 = Self::PASSED + 8 * BUFFERS;
-    /// Offset of what the rows of the queries were divided by.
+    /// Offset of the divisors of the query rows.
     const DIVISORS: u32 = Self::CODES + if Self::CONVERTS { 8 * BUFFERS * Self::GROUPS } else { 0 };
     /// Dynamic shared memory of a CTA, in bytes.
     const SHARED_BYTES: u32 = Self::DIVISORS + if Self::CONVERTS { 4 * ROWS } else { 0 };

@@ -9,7 +9,7 @@ use crate::num::MmaElement;
 use crate::simt::*;
 use crate::tile::descriptor::Descriptor;
 
-/// P of a thread, as left operands.
+/// P of a thread, as A operands.
 pub(super) type Weights = [[u32; 4]; DEPTHS];
 
 impl Half {
@@ -17,8 +17,8 @@ impl Half {
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn take<S: Shape, T: MmaElement>(&mut self, work: &Work<'_, S, T>) -> Weights {
         let other = self.other();
-        // The tile ahead of one of half 1 has the same place in its buffer's order, the tile ahead
-        // of one of half 0 the place before.
+        // The other half passes its tile in the same phase as this half's tile if this is half 1,
+        // and one phase earlier if this is half 0.
         mbarrier_wait(work.passed(other), self.parity ^ other);
         let weights = core::array::from_fn(|i| ld_shared_vec(weights_place(work, other, i)));
         let maxima = [0, 1].map(|row| place(S::MAXIMA, other).load(row_of(row)));
@@ -30,8 +30,8 @@ impl Half {
         weights
     }
 
-    /// Begins to add the product of P and values of that half's tile, in two groups: the left and
-    /// the right columns of this half, so that the left ones can be released first.
+    /// Issues O += P · V for a tile of half `owner`, in two wgmma groups: the left and the right
+    /// columns of this half, so that the left ones can be released first.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn begin_product<S: Shape, T: MmaElement>(
         &mut self,
@@ -46,8 +46,8 @@ impl Half {
         begin_product::<S::Operand<T>>(right, weights, values, OWN_CHUNKS / 2);
     }
 
-    /// Waits for this half's columns of the values of that half's tile. Values that are parts of
-    /// keys have arrived when there are scores.
+    /// Waits for this half's value columns of a tile of half `owner`. Where values are part of the
+    /// keys, they have arrived before the scores.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn await_values<S: Shape, T: MmaElement>(&self, work: &Work<'_, S, T>, owner: u32) {
         if S::APART {
@@ -84,14 +84,14 @@ impl Half {
         }
     }
 
-    /// Address of this half's columns of the values of that half's tile.
+    /// Address of this half's value columns in a tile of half `owner`.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn columns<S: Shape, T: MmaElement>(&self, work: &Work<'_, S, T>, owner: u32) -> u32 {
         work.buffer(Self::values::<S>(owner)) + self.half * OWN_CHUNKS * CHUNK_BYTES
     }
 }
 
-/// Begins to add the product of P and the values from a chunk on.
+/// Issues O += P · V for the columns from chunk `chunk` on.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn begin_product<T: MmaElement>(
     out: &mut [f32; OUTPUTS / 2],
@@ -117,7 +117,8 @@ fn halves(out: &mut [f32; OUTPUTS]) -> [&mut [f32; OUTPUTS / 2]; 2] {
     }
 }
 
-/// Where a half leaves a left operand of P for the same thread of the other one.
+/// Shared-memory address of an A operand of P that a half passes to the same thread of the other
+/// half.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) fn weights_place<S: Shape, T: MmaElement>(
     work: &Work<'_, S, T>,

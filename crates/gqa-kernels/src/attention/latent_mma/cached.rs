@@ -1,15 +1,15 @@
-//! What rows of the cache consist of, and how products take it.
+//! The cells of a cache row, elements or quantized values, and how they become MMA operands.
 //!
-//! Both products read 16-byte units by `ldmatrix`, which moves 16 bits at a time: an element, or
-//! two quantized values. Of the latter a lane gets, of a tile of 8 rows by one unit,
+//! Both products read 16-byte units by `ldmatrix`, which moves 16 bits at a time: one element, or
+//! two quantized values. From a tile of 8 rows by one unit of quantized values a lane gets
 //!
 //! ```text
 //! keys     values 4t .. 4t + 4 of row l/4                          t = l % 4
 //! values   values 2(l/4) and 2(l/4) + 1 of rows 2t and 2t + 1
 //! ```
 //!
-//! As right operands, the former belong to queries whose columns are in the same order; and of the
-//! latter one 8-column MMA tile of the output has a unit's even columns, the next one its odd ones.
+//! So the queries must have their columns in the order of the keys, and of two 8-column MMA tiles
+//! of the output the first has the even columns of a unit, the second the odd ones.
 
 use crate::attention::hopper::{exponent, power_of_two};
 use crate::num::{Float8, MmaCode, MmaElement, f16};
@@ -21,30 +21,30 @@ use bytemuck::Pod;
 
 /// 16-byte units of a row of the queries.
 pub(super) const QUERY_UNITS: usize = 72;
-/// Left operands of 16 rows, for each 16 channels.
+/// A operands of 16 query rows, for each 16 channels.
 pub type Queries = [[u32; 4]; QUERY_UNITS / 2];
 
-/// What rows of the cache consist of.
+/// The type of cache: elements or quantized values.
 pub trait Cached {
-    /// What that is.
+    /// Type of a cell.
     type Cell<T: MmaElement>: Pod;
-    /// What the tensor cores multiply where queries are `T`.
+    /// Operand type of the tensor cores if queries are `T`.
     type Operand<T: MmaElement>: MmaElement;
     /// Cells in 16 bytes.
     const PER_UNIT: u32;
-    /// Whether operands are made of cells, and a scale and what queries were divided by multiply
-    /// the results.
+    /// Whether cells are converted to operands. Then the scale of the cache and the divisors of the
+    /// queries multiply the results.
     const CONVERTS: bool;
-    /// Right operands that a lane gets of one `ldmatrix` of four matrices.
+    /// B operands that a lane gets from one `ldmatrix` of four matrices.
     const OPERANDS: usize;
 
-    /// Left operands of the 16 rows of a tile, and what a lane's rows were divided by.
+    /// A operands of the 16 rows of a tile, and the divisors of the lane's two rows.
     fn queries<T: MmaElement>(tile: Swizzled<T, QUERY_UNITS>) -> (Queries, [f32; 2]);
-    /// The right operands of four units of 8 keys, in the order of their channels; as many as there
-    /// are.
+    /// B operands of four units of 8 keys, in the order of their channels; the first
+    /// [`OPERANDS`](Self::OPERANDS) are used.
     fn keys(words: [u32; 4]) -> [[u32; 2]; 4];
-    /// The right operands of two units of 16 values, in the order of the output's MMA tiles; as
-    /// many as there are.
+    /// B operands of two units of 16 values, in the order of the output's MMA tiles; the first
+    /// [`OPERANDS`](Self::OPERANDS) are used.
     fn values(words: [u32; 4]) -> [[u32; 2]; 4];
     /// Writes a lane's columns of a row, times a factor, from element `at` on, which is the first
     /// of the warp's columns. All lanes call it.
@@ -64,8 +64,8 @@ pub trait Cached {
         at: usize,
     );
 
-    /// `scores = queries · keysᵀ` of `N8` 8-key MMA tiles, each of which has `sums` sums of its
-    /// own, a constant up to 4, so that products need not wait for those ahead.
+    /// `scores = queries · keysᵀ` of `N8` 8-key MMA tiles. Each tile accumulates in `sums`
+    /// independent sums, a constant up to 4, so that an MMA need not wait for the previous one.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn scores<T: MmaElement, const UNITS: usize, const N8: usize>(
         queries: &Queries,
@@ -124,7 +124,7 @@ pub trait Cached {
     }
 }
 
-/// Elements of the type of the queries.
+/// A cache of elements, of the type of the queries.
 pub struct Elements;
 
 impl Cached for Elements {
@@ -189,7 +189,7 @@ impl Cached for Elements {
     }
 }
 
-/// float8e4m3fn with one scale.
+/// A cache of float8e4m3fn with one scale.
 pub struct Codes;
 
 impl Cached for Codes {
@@ -199,7 +199,7 @@ impl Cached for Codes {
     const CONVERTS: bool = true;
     const OPERANDS: usize = 4;
 
-    /// A row is divided by a power of two that no element exceeds as a half.
+    /// Each row is divided by a power of two so that its elements fit float16.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn queries<T: MmaElement>(tile: Swizzled<T, QUERY_UNITS>) -> (Queries, [f32; 2]) {
         let mut tops = [0.0; 2];
@@ -271,17 +271,17 @@ impl Cached for Codes {
     }
 }
 
-/// The place of a lane's unit `units` further on than `place`, which is that of one of the first
-/// ones of its row: units are permuted within groups of eight, or of four. One register holds all
-/// places.
+/// Address of the unit `units` units after the one at `place`, which is among the first of its row.
+/// The swizzle permutes units within groups of eight or four, so one register suffices for all
+/// addresses.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn further<const UNITS: usize>(place: u32, units: usize) -> u32 {
     let group = if UNITS.is_multiple_of(8) { 8 } else { 4 };
     (place ^ (units % group * 16) as u32) + (units / group * group * 16) as u32
 }
 
-/// A lane's words of 16 channels of the queries, in the order of quantized values: two neighbouring
-/// words of each of its rows, as a left operand has them.
+/// A lane's A operand of 16 channels of the queries, in the column order of quantized keys: two
+/// adjacent words from each of its rows.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn words<T: MmaElement>(tile: Swizzled<T, QUERY_UNITS>, depth: u32) -> [u32; 4] {
     let quarter = lane() % 4;

@@ -9,9 +9,9 @@ use crate::simt::{Global, lane};
 use crate::tile::fragment::Fragments;
 use crate::tile::rows::{Row, close};
 
-/// Finishes a lane's row: its columns of the output or of the split's result, from `column` on, and
-/// in the group's first warp the log-sum-exp. A split of which a row saw no key leaves that
-/// undefined.
+/// Finishes a lane's row: writes its columns of the output or of the split's result, from `column`
+/// on. The group's first warp also writes the log-sum-exp. If the row sees no key of the split, its
+/// columns of the split's result are not written.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) fn write<C: Cached, T: MmaElement, const D8: usize>(
     work: &Work<'_, T, C::Cell<T>>,

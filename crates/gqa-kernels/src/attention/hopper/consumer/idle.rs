@@ -1,10 +1,12 @@
-//! Work tiles without a row of a warpgroup: a decode step fills a few rows of the first one alone.
-//! The warpgroup passes over their key tiles, so that the other one has the SM to itself.
+//! Work tiles in which a warpgroup has no rows: the few rows of a decode step all belong to the
+//! first warpgroup. The other one skips the key tiles of such a work tile, so that the first one
+//! has the SM to itself.
 //!
-//! It still takes its turns, in step with the other one: a turn for each pair of a K tile and the V
-//! tile behind it. It waits for a tile before it releases it, as an arrival must not count for an
-//! earlier use of the stage. The V tile of a work tile's last key tile comes behind the first K
-//! tile of the next work tile; whoever attends to that one passes over it.
+//! The skipping warpgroup still takes its turn at the ordered barrier, one turn for each K tile and
+//! the V tile after it. It waits until a tile is full before it releases the stage: otherwise its
+//! arrival would count for the previous use of the stage. In the pipeline, the last V tile of a
+//! work tile comes after the first K tile of the next one. So a warpgroup that skips a work tile
+//! skips its last V tile only after it has begun the next one.
 
 use super::{Consumer, Cursor, Ring, Steps};
 use crate::attention::hopper::scales::CacheScales;
@@ -23,20 +25,19 @@ impl<
     const O: usize,
 > Consumer<'_, T, P, S, K, C, W, O>
 {
-    /// Whether work tiles may have no row of a warpgroup, in this kernel.
+    /// Whether this kernel has work tiles in which a warpgroup has no rows.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn may_idle(&self) -> bool {
         self.pointers.pages.is_some_and(|pages| pages.parts.is_some())
     }
 
-    /// Whether the work tile has no row of this warpgroup, in kernels where that may be, or is the
-    /// end of the work.
+    /// Whether this warpgroup has no rows in the work tile, or the work ends here.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn is_idle(&self, at: &Cursor) -> bool {
         if !self.may_idle() {
             return at.keys.is_empty();
         }
-        // At the end there are zeros.
+        // The description that ends the work is all zeros.
         let first = at.slot.place::<S>().row + self.warpgroup * self.packing().tokens();
         // A vote, so that ptxas knows that the condition is warp-uniform.
         any_sync(first >= at.slot.seqlen().new_rows())
@@ -49,9 +50,9 @@ impl<
         self.cursor(slot, self.keys_of(slot))
     }
 
-    /// Broadcasts the pipeline positions from lane 0: after tiles are passed over the compiler no
-    /// longer knows that they are warp-uniform, and would copy every descriptor of a product to
-    /// uniform registers.
+    /// Broadcasts the pipeline positions from lane 0: after skipped tiles the compiler no longer
+    /// knows that they are warp-uniform, and would copy every wgmma descriptor to uniform
+    /// registers.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn agree(&mut self) {
         let agreed = |word| shfl_idx_u32(word, 0);
@@ -59,8 +60,8 @@ impl<
         (self.q, self.kv, self.works) = (of(self.q), of(self.kv), agreed(self.works));
     }
 
-    /// Passes over work tiles without rows, up to the next one with rows, or the end. Behind other
-    /// work tiles the first K tile was passed over.
+    /// Skips work tiles without rows, up to the next one with rows or the end. After a work tile
+    /// with rows, the first K tile has been skipped already.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn pass_over(&mut self, at: &mut Cursor) {
         if self.works == 1 {
@@ -94,7 +95,7 @@ impl<
         }
     }
 
-    /// Passes over the next K or V tile.
+    /// Skips the next K or V tile.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn pass_tile(&mut self) {
         self.wait_tile(self.kv);
