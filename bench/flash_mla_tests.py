@@ -29,7 +29,7 @@ import torch
 import gqa
 
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-# Elements of a cache whose memory is given back at once, as other processes may need it.
+# The memory of a cache with more elements than this is freed at once: other processes may need it.
 LARGE = 1 << 29
 
 

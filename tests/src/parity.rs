@@ -39,8 +39,8 @@ pub type Judge<'a> = Box<dyn Fn(&dyn Backend) -> Result<Errors, String> + 'a>;
 const CASES: &str = "PARITY_CASES";
 /// Makes tests run all of their calls on back ends without a GPU, too.
 const FULL: &str = "PARITY_FULL";
-/// One in this many otherwise: with new calls in each run, many short runs find what a long one
-/// does.
+/// By default tests without a GPU run one call in this many. Calls are new in each run, so many
+/// short runs find what a long one does.
 const SHARE: u32 = 4;
 
 /// Runs `cases` random calls on `backend`; where that is no GPU a quarter of them, unless

@@ -14,19 +14,19 @@ use rand::{RngExt, SeedableRng};
 /// took one would leave its outputs as they are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Made {
-    /// For the call.
+    /// Made for the call.
     Right,
-    /// For the call, but without parts.
+    /// Made for the call, then without parts.
     Emptied,
-    /// For sequences that have other lengths, one of them at least.
+    /// Made for other lengths, of at least one sequence.
     OtherLengths,
-    /// For the same lengths on a GPU with another number of SMs.
+    /// Made for the same lengths on a GPU with another number of SMs.
     OtherSlots,
-    /// With another key tile, if key tiles have so many keys.
+    /// Made for the call, but says that key tiles have twice as many keys.
     OtherKeys,
     /// Zeros.
     Nothing,
-    /// For the call, then up to eight bits changed anywhere, by this seed.
+    /// Made for the call, then up to eight bits are flipped, chosen by this seed.
     Damaged(u64),
     /// For the call, but parts or ranges of some CTAs are made up, by this seed, with seals that
     /// fit.
@@ -47,7 +47,7 @@ const SHAPE_WORDS: usize = 8;
 const SLOTS_WORD: usize = 2;
 const KEYS_WORD: usize = 3;
 const CTAS_WORD: usize = 7;
-/// Words of a CTA's part.
+/// Words of the part of a CTA.
 const PART_WORDS: usize = 4;
 
 /// Of the schedules of kernels that split prefill, the first word, words ahead of the lengths, and
@@ -152,7 +152,7 @@ fn damage(words: &mut [i32], of: &Words, seed: u64) {
     }
 }
 
-/// Makes up parts of one CTA in four, of numbers at which something ends.
+/// Gives one CTA in four a random part, made of boundary values.
 fn forge(parts: &mut [i32], sequences: usize, slots: u32, seed: u64) {
     let mut rng = SmallRng::seed_from_u64(seed);
     for (cta, part) in parts.chunks_exact_mut(PART_WORDS).enumerate() {
@@ -181,8 +181,7 @@ impl Scheduled {
         Self { options, ..self }
     }
 
-    /// The schedule for a call with these inputs; zeros where the plan that it is made by divides
-    /// nothing.
+    /// The schedule for a call with these inputs; zeros if its plan divides no keys.
     fn schedule(&self, problem: &Problem, inputs: Tensors<&Tensor>) -> Result<Tensor> {
         let by = |device: &DeviceInfo, inputs| {
             let plan = plan(problem, device, &self.options)?;

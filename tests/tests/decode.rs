@@ -43,8 +43,8 @@ fn decode_is_reference_in_two_blocks_to_a_multiprocessor() {
     parity("sim, halves", 40, steps, &backend);
 }
 
-/// A long sequence, for which CTAs request keys before they know the length, and short ones, whose
-/// appended rows are among those.
+/// One long sequence and short ones. CTAs load the first keys before they know the length; in short
+/// sequences appended rows are among these keys.
 #[test]
 fn rows_among_keys_asked_for_ahead_are_appended_when_all_ranks_have_read() {
     let steps = (steps(200), 550..700usize).prop_filter_map("one sequence", |(case, long)| {

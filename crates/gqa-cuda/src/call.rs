@@ -111,8 +111,8 @@ impl Call {
         unsafe { recording.enqueue(&self.views(), self.scratch(), stream) }
     }
 
-    /// Puts one launch of the plan into the stream, by its number; does not wait. For timing it
-    /// alone: a launch gives the same result as often as it runs.
+    /// Puts one launch of the plan into the stream, by its number; does not wait. For timing a
+    /// launch alone: it may run any number of times, always with the same result.
     ///
     /// # Errors
     /// Where there is no such launch, and where launches of the plan share work.

@@ -43,7 +43,7 @@ pub(super) unsafe fn call(
     if contents { unsafe { self::contents(plan, tensors, workspace, stream) } } else { Ok(()) }
 }
 
-/// Checks what a plan's schedule is made of, and where it is written.
+/// Checks the tensors that a plan's schedule is computed from, and the tensor that receives it.
 pub(super) fn schedule(plan: &Plan, tensors: &Views<'_>) -> Result<()> {
     let ids = [TensorId::SeqlensK, TensorId::CumulativeSequenceLength, TensorId::Schedule];
     views::check_some(tensors, plan, ids)?;

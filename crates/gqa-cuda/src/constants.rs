@@ -17,7 +17,7 @@ pub fn constants(launch: &Launch, fold: Fold) -> Constants {
     of_words(launch, words)
 }
 
-/// What launches of the same layer have in common, whether it is folded or not.
+/// The constants that launches of the same layer share, whether they are folded or not.
 pub(super) fn of_layer(launch: &Launch) -> Constants {
     of_words(launch, launch.entry().layer_words)
 }

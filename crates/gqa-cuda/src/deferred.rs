@@ -67,8 +67,8 @@ impl Deferred {
     }
 }
 
-/// Background compiler threads. The process joins them at exit, because exit unloads the driver:
-/// it must not be compiling then, nor freeing what it keeps for a thread that ends.
+/// Background compiler threads. The process joins them at exit, because exit unloads the driver. By
+/// then the driver must neither compile nor free the state of an ending thread.
 struct Work {
     threads: Mutex<Vec<JoinHandle<()>>>,
     /// The process that the threads belong to: a forked child inherits this memory, but no threads.
@@ -80,15 +80,16 @@ static WORK: Work = Work { threads: Mutex::new(Vec::new()), process: AtomicU32::
 impl Work {
     /// Runs `work` in a new thread; drops it if no thread can be started.
     fn start(work: impl FnOnce() + Send + 'static) {
-        // Each time, as the latest one runs first: before what was set up since is torn down.
-        // SAFETY: the function takes nothing, unwinds never, and lives as long as the process.
+        // Registered for each thread, because exit handlers run in reverse order: this one must run
+        // before the handlers that were registered earlier. SAFETY: the function takes nothing,
+        // unwinds never, and lives as long as the process.
         _ = unsafe { libc::atexit(join_at_exit) };
         let mut threads = WORK.threads();
         if WORK.process.swap(std::process::id(), Ordering::AcqRel) != std::process::id() {
-            // Those of a process that was forked. This one cannot join them.
+            // Threads of the parent process, from before a fork: this process cannot join them.
             mem::take(&mut *threads).into_iter().for_each(mem::forget);
         }
-        // Few, and a thread that has finished its work has little left to do.
+        // Joining is quick: the threads are few and have finished their work.
         threads.extract_if(.., |thread| thread.is_finished()).for_each(|thread| _ = thread.join());
         match thread::Builder::new().name("gqa-fold".to_owned()).spawn(work) {
             Ok(thread) => threads.push(thread),
@@ -101,8 +102,8 @@ impl Work {
     }
 }
 
-/// Joins the threads of this process. A forked child must not: it has no threads, and a lock that
-/// one of them held stays locked.
+/// Joins the threads of this process. A forked child must not: it has none of the threads, and a
+/// lock that a thread held at the fork stays locked.
 extern "C" fn join_at_exit() {
     if WORK.process.load(Ordering::Acquire) != std::process::id() {
         return;

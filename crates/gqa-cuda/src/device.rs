@@ -97,7 +97,7 @@ impl Device {
         open.retain(|device| device.strong_count() > 0);
         let mut known = open.iter().filter_map(Weak::upgrade);
         if let Some(inner) = known.find(|inner| inner.context.raw() == context.raw()) {
-            // Who opened it first may have borrowed it.
+            // The device that was opened first may only have borrowed the context.
             inner.context.keep_as(context);
             return Ok(Self(inner));
         }
@@ -106,8 +106,8 @@ impl Device {
         Ok(Self(inner))
     }
 
-    /// The same GPU through a context of its own, for kernels whose texts are changed. A kernel
-    /// that does not end keeps that context from being dropped, and no other one from its work.
+    /// The same GPU through a separate context, for kernels with changed PTX. A kernel that does
+    /// not end prevents that context from being dropped, but other contexts still work.
     pub(super) fn apart(&self, rewrite: Rewrite) -> Result<Self, DriverError> {
         let context = Context::create(self.0.context.device())?;
         let modules = Modules::new(self.0.modules.version()).rewritten(rewrite);

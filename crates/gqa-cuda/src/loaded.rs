@@ -26,7 +26,7 @@ pub struct LoadedPlan {
     plan: Arc<Plan>,
     /// One for each launch of the plan.
     kernels: Vec<LoadedKernel>,
-    /// That of the plan's schedule, if it has one.
+    /// The kernel that writes the plan's schedule, if the plan has one.
     schedule: Option<LoadedKernel>,
     /// `GQA_CHECK` was set when it was loaded.
     checked: bool,
@@ -35,7 +35,7 @@ pub struct LoadedPlan {
 /// A launch's kernel, and how it is launched.
 pub(super) struct LoadedKernel {
     kernel: Kernel,
-    /// Whether constants are in its text.
+    /// Whether constants are folded into its PTX.
     is_folded: bool,
     /// The specialized kernel that takes over after enough launches of this one.
     deferred: Option<Arc<Deferred>>,

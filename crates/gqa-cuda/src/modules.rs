@@ -92,7 +92,7 @@ impl Shipped {
         CudaVersion::for_ptx(number(major) * 10 + number(minor).min(9))
     }
 
-    /// The best module for an entry on a device, among those that its driver compiles.
+    /// The best module for an entry on a device that its driver can compile.
     fn find(
         entry: &'static Entry,
         sm: u32,
@@ -153,17 +153,17 @@ type Key = (&'static str, &'static str, Constants);
 /// loaded, because a captured graph may launch them as long as the device exists.
 const MOST_FOLDED: usize = 256;
 
-/// Another text of a kernel, of which this is the name.
+/// Changes the PTX of a kernel: maps its name and text to another text.
 pub(super) type Rewrite = Box<dyn Fn(&str, String) -> String + Send + Sync>;
 
 /// The loaded kernels of a device: a module for each kernel and each set of its constants.
 pub(super) struct Modules {
     version: CudaVersion,
-    /// What texts are changed by before they are assembled.
+    /// Applied to PTX before it is assembled.
     rewrite: Option<Rewrite>,
     places: Mutex<HashMap<Key, Place>>,
     deferred: Mutex<HashMap<Key, Arc<Deferred>>>,
-    /// Folded texts that the driver did not take.
+    /// Kernels whose folded PTX the driver has rejected.
     refused: Mutex<HashSet<Key>>,
 }
 
@@ -173,7 +173,7 @@ impl Modules {
         Self { version, rewrite: None, places, deferred, refused }
     }
 
-    /// Assembles other texts than the shipped ones.
+    /// Assembles changed PTX instead of the shipped PTX.
     pub(super) fn rewritten(self, rewrite: Rewrite) -> Self {
         Self { rewrite: Some(rewrite), ..self }
     }
@@ -224,7 +224,8 @@ impl Modules {
         (is_there || folded < MOST_FOLDED).then(|| places.entry(key).or_default().clone())
     }
 
-    /// The kernel that is specialized after enough launches; plans with equal constants share it.
+    /// The kernel that is specialized once launched often enough; plans with equal constants share
+    /// it.
     pub(super) fn deferred(
         &self,
         entry: &'static Entry,
@@ -376,7 +377,7 @@ mod tests {
 
     #[test]
     fn shipped_modules_hold_the_kernels_they_name() {
-        // Of each file, how many kernels of all modules have a text of their own.
+        // For each file, the number of kernels over all modules that have PTX of their own.
         let mut named = HashMap::new();
         for module in shipped() {
             assert!(module.kernels().next().is_some(), "{}", module.name());

@@ -122,7 +122,7 @@ impl Place {
         self.steps.iter().all(|&(_, count)| count == 1)
     }
 
-    /// Whether a byte belongs to both.
+    /// Whether the two share a byte.
     fn overlaps(&self, other: &Self) -> bool {
         let apart = self.end <= other.start || other.end <= self.start;
         if apart || self.run == 0 || other.run == 0 {
@@ -131,9 +131,9 @@ impl Place {
         self.is_solid() && other.is_solid() || self.meets(other)
     }
 
-    /// The exact test, where first and last bytes do not decide. A run of this region begins at
-    /// `start + sum(i * stride)`. It meets a run of the other where their distance is less than a
-    /// run: where a sum of multiples of both regions' strides, within their counts, falls in an
+    /// The exact test, if the ranges from first to last byte overlap. A run of this region begins
+    /// at `start + sum(i * stride)`. It meets a run of the other where their distance is less than
+    /// a run: where a sum of multiples of both regions' strides, within their counts, falls in an
     /// interval.
     fn meets(&self, other: &Self) -> bool {
         let apart = i128::from(other.start) - i128::from(self.start);
@@ -168,8 +168,8 @@ struct Term {
 
 impl Term {
     /// Whether a sum of one multiple of each term falls in the interval. Strides of a tensor are
-    /// usually nested, so that few multiples need a look. Where they are not, `tried` ends the
-    /// search, and the regions count as overlapping.
+    /// usually nested, so that few multiples must be tried. Otherwise `tried` limits the search,
+    /// and the regions count as overlapping.
     fn reach(terms: &[Self], [low, high]: [i128; 2], tried: &mut u32) -> bool {
         const MOST_TRIED: u32 = 1 << 14;
         let Some((term, rest)) = terms.split_first() else { return low <= 0 && 0 <= high };

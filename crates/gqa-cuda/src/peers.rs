@@ -1,4 +1,4 @@
-//! The merge of what several GPUs attend to, through memory that they map of each other.
+//! Merges attention results of several GPUs, through memory that they map of each other.
 
 use super::device::Device;
 use super::kernel::Kernel;
@@ -19,15 +19,15 @@ use std::ffi::c_void;
 pub struct Exchange {
     /// This GPU's number.
     pub rank: usize,
-    /// The inbox of each rank, 2 to 8, at the address where this GPU maps it; the own one too.
-    /// Each has [`inbox_bytes`](Self::inbox_bytes).
+    /// The inboxes of all ranks, 2 to 8, this GPU's own included, at the addresses where this GPU
+    /// maps them. Each has [`inbox_bytes`](Self::inbox_bytes).
     pub inboxes: Vec<u64>,
-    /// 16-byte pairs for what one GPU sends in a merge.
+    /// Room for the 16-byte pairs that one GPU sends in a merge.
     pub capacity: usize,
     /// [`STATE_BYTES`](Self::STATE_BYTES) of this GPU's memory.
     pub state: u64,
-    /// 32 bits of memory that this GPU can write, of the host perhaps: 0 until a merge has waited
-    /// in vain, then a bit for each rank that did not send.
+    /// A 32-bit word that this GPU can write, in its own memory or the host's. 0 until a merge has
+    /// timed out; then it has a bit for each rank that did not send.
     pub late: u64,
 }
 
@@ -42,7 +42,7 @@ impl Exchange {
         SLOTS as usize * count * capacity * 16
     }
 
-    /// All parameters of a merge of parts with these.
+    /// All parameters of a merge, given those of its parts.
     fn params(&self, of_part: PeersParams, timeout: u32) -> Result<PeersParams> {
         let (rank, count, pairs) = (self.rank, self.inboxes.len(), of_part.pairs() as usize);
         if !(2..=RANKS).contains(&count) || rank >= count {
@@ -86,13 +86,13 @@ impl PartShape {
         Ok(self.params()?.pairs() as usize)
     }
 
-    /// The kernel's parameters, as far as the shape gives them.
+    /// The kernel parameters that follow from the shape.
     fn params(&self) -> Result<PeersParams> {
         let bytes = self.size * self.dtype.size();
         if bytes == 0 || !bytes.is_multiple_of(8) {
             return Err(Error::invalid("size", self.size, "heads of whole units of 8 bytes"));
         }
-        // Places in an inbox are 32-bit numbers.
+        // The kernel indexes an inbox in 32 bits.
         let rows = self.batch.checked_mul(self.rows).and_then(|n| n.checked_mul(self.heads));
         let units = rows.and_then(|rows| rows.checked_mul(bytes / 8 + 1));
         if rows == Some(0) || units.is_none_or(|units| units > 1 << 28) {
@@ -157,7 +157,7 @@ impl Device {
 impl PeerMerge {
     /// Puts the merge into `stream`, behind what makes the part. Every other rank does the same:
     /// the merge waits for their parts, each of its warps for `timeout` microseconds at most. After
-    /// that its rows are not numbers, the exchange's `late` says so, and all further merges through
+    /// a timeout its rows are NaN, the exchange's `late` is set, and all further merges through
     /// this exchange fail without waiting long. Allocates no memory and does not wait. The stream
     /// may be captured.
     ///

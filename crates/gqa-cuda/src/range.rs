@@ -30,7 +30,7 @@ mod nvtx {
 
     /// Functions of a module: numbers 1 to 15.
     const FUNCTIONS: usize = 16;
-    /// Modules CORE and CORE2, which profilers ask for; only functions of CORE are called.
+    /// The NVTX modules CORE and CORE2. Profilers ask for both; only functions of CORE are called.
     const MODULES: [c_uint; 2] = [1, 5];
     const RANGE_PUSH_A: usize = 9;
     const RANGE_POP: usize = 11;

@@ -18,14 +18,14 @@ pub struct Stream {
     side: OnceLock<SideStream>,
 }
 
-/// Whose a stream is.
+/// The owner of a stream.
 enum Owner {
     /// This value's, which destroys it.
     This,
-    /// Someone else's, who is kept alive here.
+    /// Another owner's, which is kept alive here.
     #[cfg(feature = "cust")]
     Kept { _owner: Box<dyn std::any::Any + Send + Sync> },
-    /// Someone else's.
+    /// Another owner's.
     Other,
 }
 

@@ -1,4 +1,4 @@
-//! Tensor maps: how TMA is told of a tensor.
+//! Tensor maps: descriptions of tensors for TMA.
 
 use super::error::{Code, DriverError};
 use super::sys::{self, EncodedTensorMap};

@@ -34,7 +34,7 @@ impl<'a> DeviceView<'a> {
         self.shape.contains(&0)
     }
 
-    /// Whether it is what a call wants.
+    /// Whether it has the type, shape and strides that a call needs.
     fn fits(&self, spec: &TensorSpec) -> bool {
         self.dtype == spec.dtype
             && self.shape == spec.shape

@@ -22,7 +22,7 @@ const FLOATS: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 /// Types of a quantized KV cache.
 const QUANTIZED: [DType; 3] = [DType::I8, DType::U8, DType::F8E4M3];
 
-/// What ONNX Runtime asks about an operator, and what it is.
+/// An operator, as ONNX Runtime queries it.
 #[repr(C)]
 pub struct Operator {
     /// First, as ONNX Runtime hands back a pointer to it.
@@ -32,10 +32,10 @@ pub struct Operator {
     types: Types,
 }
 
-/// All of them. Of several that fit a node ONNX Runtime takes the first, so that the cache which a
-/// node without past_key makes is not quantized. A session needs the operators of all its
-/// providers: where it finds one of some provider only, it asks ONNX Runtime's own kernels of the
-/// others, and fails, because these do not fit our schema.
+/// All operators. If several fit a node, ONNX Runtime takes the first. So the types without
+/// quantization come first: a node without past_key makes a cache that is not quantized. A session
+/// needs the operators for all of its providers. If one provider lacks ours, ONNX Runtime tries its
+/// own kernel there, which fails because that does not fit our schema.
 pub fn all() -> &'static [Operator] {
     static ALL: LazyLock<Vec<Operator>> = LazyLock::new(|| {
         let mut all = Vec::new();

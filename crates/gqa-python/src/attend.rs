@@ -297,8 +297,8 @@ impl<T: Element> Call<T> {
         Ok(())
     }
 
-    /// Whether all sequences are one call that reads blocks where they are: what paged calls know
-    /// of windows and positions suffices.
+    /// Whether all sequences can be one paged call, which reads blocks in place: its windows and
+    /// positions suffice.
     fn reads_blocks(&self) -> bool {
         let blocks = self.sequences.iter().all(|sequence| sequence.blocks().is_some());
         let fits = self.sequences.iter().all(|sequence| sequence.rows <= sequence.keys);

@@ -894,7 +894,7 @@ class Cases:
                     self.near_lse(lse[b], wanted[1])
 
     def calls_with_an_output(self, size):
-        """Calls that kernels do alone, and such as torch's functions have a part in."""
+        """Calls by kernels alone, and calls that also use functions of torch."""
         options, count = {"dtype": torch.float16, "device": self.device}, 3
         random = lambda *shape: torch.randn(*shape, size, **options)
         of_device = functools.partial(torch.tensor, dtype=torch.int32, device=self.device)

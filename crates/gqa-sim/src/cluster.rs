@@ -35,7 +35,7 @@ struct Barrier {
     phases: u32,
     /// Whether any thread has arrived with `.relaxed`.
     relaxed: bool,
-    /// What those who have arrived have released.
+    /// The view that arrived threads have released.
     released: Rc<Known>,
     /// As it was when the last phase completed.
     completed: Rc<Known>,

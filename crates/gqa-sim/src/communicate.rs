@@ -76,7 +76,7 @@ impl Dependency {
 }
 
 impl Watch {
-    /// What has to be watched, if anything.
+    /// The checks that the launch needs, if any.
     pub(crate) fn new(order: Option<Rc<RefCell<GlobalOrder>>>, programmatic: bool) -> Option<Self> {
         let dependency = programmatic.then(Dependency::default);
         let any = order.is_some() || programmatic;

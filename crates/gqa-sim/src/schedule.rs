@@ -65,7 +65,7 @@ struct Gang<'a> {
     order: Option<Rc<RefCell<GlobalOrder>>>,
     random: Random,
     teams: Vec<Team>,
-    /// Which team's which CTA runs.
+    /// Team and CTA that run.
     turn: (usize, usize),
     report: Report,
     /// Set where more than one CTA is resident. Dropped after the CTAs.
@@ -171,7 +171,7 @@ impl Team {
         }
     }
 
-    /// Nobody can run and somebody waits.
+    /// No thread can run, and at least one waits.
     fn deadlock(&self) -> (u32, FaultKind) {
         let first = self.stuck.iter().min().expect("a team without active blocks waits");
         let run = &self.runs[*first];
@@ -198,7 +198,7 @@ struct Run {
     report: Report,
 }
 
-/// What became of a CTA.
+/// State of a CTA after its turn.
 enum Progress {
     Ran,
     /// None of its warps can run.
@@ -482,7 +482,7 @@ fn hold(block: &mut Block, warp: usize) -> Result<Turn, FaultKind> {
     Ok(if runnable(block, warp) == 0 { Turn::Held } else { Turn::Ready })
 }
 
-/// Nobody can run and somebody waits.
+/// No thread can run, and at least one waits.
 fn deadlock(block: &mut Block) -> FaultKind {
     hopper::register_shortage(block)
         .unwrap_or_else(|| FaultKind::Deadlock(standstill(block, 0..block.lanes.len())))

@@ -125,8 +125,8 @@ impl Gpu {
         let counters = counters.as_mut().map(|slice| slice.device_ptr_mut(&self.theirs));
         let (bytes, pointer) = scratch.as_ref().map_or((0, 0), |(bytes, (p, _))| (*bytes, *p));
         let counted = counters.as_ref().map_or(0, |(pointer, _)| *pointer);
-        // SAFETY: `Pointer`s are of candle's memory, as large as layouts say that were checked, and
-        // guards keep it until the stream is done with it. Scratch memory is this stream's.
+        // SAFETY: `Pointer`s lead to candle's memory, whose size the checked layouts give; guards
+        // keep it until the stream is done with it. Scratch memory belongs to this stream.
         unsafe { loaded.enqueue(&views, Workspace::new(pointer, bytes, counted), &self.ours) }
             .map_err(ours)
     }
@@ -147,8 +147,8 @@ impl Gpu {
         self.run(problem, &tensors)
     }
 
-    /// Numbers on the GPU, to be read. The layers of a model say the same of their sequences one
-    /// after the other, so that most are there already.
+    /// Uploads numbers to the GPU. The layers of a model use the same numbers one after the other,
+    /// so most are there already.
     pub(crate) fn numbers(&self, numbers: &[i32]) -> Result<Rc<CudaSlice<i32>>> {
         let known = &mut self.state.borrow_mut().numbers;
         if let Some((_, slice)) = known.iter().find(|(known, _)| known == numbers) {

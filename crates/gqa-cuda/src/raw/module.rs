@@ -11,9 +11,10 @@ use std::ptr::null_mut;
 /// Loaded code.
 #[derive(Clone, Copy, Debug)]
 pub(in super::super) enum Code {
-    /// What drivers of CUDA 12 and newer load. While they compile it, other threads may launch.
+    /// A library, for drivers of CUDA 12 and newer: other threads may launch kernels while it is
+    /// compiled.
     Library(RawLibrary),
-    /// What older ones load, which holds up launches until it is compiled.
+    /// A module, for older drivers: launches of other threads wait until it is compiled.
     Module(RawModule),
 }
 

@@ -1,13 +1,13 @@
-//! What tests have shown, in the user's cache directory: a file for each driver and kind of GPU,
-//! whose lines are
+//! Test results in the user's cache directory: a file for each driver and kind of GPU. A line has a
+//! kernel, a hash of its PTX and of the layer's features, and the state of the test:
 //!
 //! ```text
 //! gqa_tiled_bf16_d128 0123456789abcdef begun
 //! gqa_tiled_bf16_d128 0123456789abcdef agrees
 //! ```
 //!
-//! with a hash of the kernel's text and of the layer's features. The file is locked during a test.
-//! Where it cannot be written or locked, a process knows only what it has tested itself.
+//! The file is locked during a test. If it cannot be written or locked, a process knows only its
+//! own tests.
 
 use super::lock;
 use crate::constants;
@@ -22,18 +22,18 @@ use std::sync::Mutex;
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-/// How long a process waits for tests of others.
+/// How long a process waits while another one tests.
 const PATIENCE: Duration = Duration::from_secs(60);
-/// Tests that began and did not end, before the kernel counts as wrong: one may have been
-/// interrupted.
+/// The number of tests without an end after which a kernel counts as wrong. More than one, because
+/// a test may have been interrupted.
 const ATTEMPTS: usize = 2;
 
-/// What the file says of a kernel.
+/// The recorded result of a kernel.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Told {
-    /// It agreed.
+    /// The kernel agreed with simpler ones.
     Agrees,
-    /// It did not, or tests of it did not end.
+    /// The kernel did not agree, or its tests did not end.
     Wrong(String),
 }
 
@@ -41,7 +41,7 @@ pub(super) enum Told {
 pub(super) struct Memory(File);
 
 impl Memory {
-    /// That of a kind of GPU; `None` where there can be none.
+    /// Opens the file of a kind of GPU; `None` if it cannot be created or locked.
     pub(super) fn open(kind: &str) -> Option<Self> {
         Self::open_in(&folder()?, kind)
     }
@@ -62,7 +62,7 @@ impl Memory {
         }
     }
 
-    /// What it says of the kernel with that hash.
+    /// The recorded result of the kernel with that hash.
     pub(super) fn told(&mut self, entry: &str, hash: u64) -> Option<Told> {
         let mut text = String::new();
         self.0.seek(SeekFrom::Start(0)).ok()?;
@@ -117,7 +117,7 @@ fn folder() -> Option<PathBuf> {
     Some(caches?.join("gqa").join("trust"))
 }
 
-/// A name for GPUs of that kind under this driver, with whose versions compilers change.
+/// A file name for the kind of GPU and the driver version: each driver has its own compiler.
 pub(super) fn kind(device: &DeviceInfo, driver: CudaVersion) -> String {
     let build = fs::read_to_string("/proc/driver/nvidia/version").unwrap_or_default();
     let is_version =
@@ -127,9 +127,8 @@ pub(super) fn kind(device: &DeviceInfo, driver: CudaVersion) -> String {
     name.chars().map(|c| if c.is_ascii_alphanumeric() || c == '.' { c } else { '-' }).collect()
 }
 
-/// A hash of the kernel's text for that GPU, of this library's version, and of what launches of the
-/// same layer have in common, as sinks, a window or a format: what a test of one layer has shown
-/// says little of another one.
+/// A hash of the kernel's PTX for that GPU, of this library's version, and of the constants of the
+/// layer, such as sinks, window or format: a test of one layer proves little about another.
 pub(super) fn hash(launch: &Launch, sm: u32, driver: CudaVersion) -> u64 {
     static TEXTS: Mutex<BTreeMap<(&str, u32), u64>> = Mutex::new(BTreeMap::new());
     let entry = launch.entry();
@@ -143,14 +142,14 @@ pub(super) fn hash(launch: &Launch, sm: u32, driver: CudaVersion) -> u64 {
     })
 }
 
-/// FNV-1a begins with this.
+/// Offset basis of FNV-1a.
 const BASIS: u64 = 0xcbf2_9ce4_8422_2325;
 
 fn fnv(hash: u64, bytes: impl Iterator<Item = u8>) -> u64 {
     bytes.fold(hash, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3))
 }
 
-/// The files, each its name and its text: what tests on this machine have shown.
+/// The files with the results of all tests on this machine: name and text of each.
 pub fn remembered() -> Vec<(String, String)> {
     let files = folder().and_then(|folder| fs::read_dir(folder).ok()).into_iter().flatten();
     let read = |path: PathBuf| {

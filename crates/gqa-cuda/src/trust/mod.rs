@@ -7,15 +7,15 @@
 //!
 //! A test costs the calling program no more than time:
 //! - It has a context of its own, so that a kernel that hangs keeps no other one from its work.
-//! - Its kernels wait for barriers in shared memory for a limited time, by another text
-//!   ([`gqa_ptx::bound`]). What hangs in another way is given up: its context stays until the
-//!   process ends, and takes turns with others.
+//! - Its PTX is changed so that waits for barriers in shared memory are limited in time
+//!   ([`gqa_ptx::bound`]). A kernel that hangs in another way is abandoned: its context stays until
+//!   the process ends, and shares the GPU's time with other contexts.
 //! - It works in streams of its own in the thread's relaxed capture mode, so that it leaves graph
 //!   captures of other threads alone.
 //!
-//! But a kernel that accesses memory it must not, or traps, ends all of the process's work on the
-//! GPU: CUDA keeps contexts of one process apart in their memory only. So the file says first that
-//! a test has begun. Where one never ended, the kernel counts as wrong.
+//! But a kernel that accesses invalid memory, or traps, ends all of the process's work on the GPU:
+//! CUDA separates only the memory of contexts of one process. So the file records first that a test
+//! has begun. A kernel whose tests did not end counts as wrong.
 
 mod memory;
 mod test;
@@ -33,21 +33,21 @@ use std::time::Instant;
 
 pub use memory::remembered;
 
-/// What a test of a kernel has shown.
+/// The result of a test of a kernel.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Verdict {
     /// It computes what simpler kernels do.
     Agrees,
     /// It computes something else, fails, or does not end.
     Wrong(String),
-    /// It could not be tested now: too little memory, for one. Holds for this process.
+    /// It could not be tested, for example for lack of memory. Holds for this process.
     Unknown(String),
 }
 
 /// Driver and GPU, a kernel's name, and a hash.
 type Key = (String, &'static str, u64);
 
-/// What this process knows.
+/// The results that this process knows.
 static KNOWN: Mutex<BTreeMap<Key, Verdict>> = Mutex::new(BTreeMap::new());
 /// Held during a test.
 static TESTING: Mutex<()> = Mutex::new(());
@@ -57,9 +57,10 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Device {
-    /// A planner for this GPU that leaves out kernels that are not trusted on it: those that differ
-    /// from simpler ones in a test at their first use. On GPUs on which the project ran nothing is
-    /// tested. `GQA_TRUST`, [`PlanOptions::trust`], overrides.
+    /// A planner for this GPU that leaves out kernels that are not trusted on it. A kernel is
+    /// tested at its first use, and is not trusted if it differs from simpler kernels. On GPUs on
+    /// which the project ran, nothing is tested. `GQA_TRUST`, [`PlanOptions::trust`], overrides
+    /// this.
     pub fn planner(&self, options: PlanOptions) -> Planner {
         Planner::new(self.info().clone(), options).proven_by(Arc::new(Tests(self.clone())))
     }
@@ -92,7 +93,7 @@ impl Prover for Tests {
 }
 
 impl Tests {
-    /// `None` where it is not known and may not be tested.
+    /// The result for a kernel of the plan; `None` if it is not known and may not be tested.
     fn verdict(&self, entry: &'static Entry, plan: &Plan, may_test: bool) -> Option<Verdict> {
         let kind = memory::kind(plan.device(), self.0.version());
         let launch = plan.launches().iter().find(|launch| launch.entry().name == entry.name)?;
@@ -106,7 +107,7 @@ impl Tests {
         if let Some(verdict) = known() {
             return Some(verdict);
         }
-        // Other processes wait here until a test of theirs is done.
+        // Waits here while another process tests.
         let mut memory = Memory::open(&kind);
         let told = memory.as_mut().and_then(|memory| memory.told(entry.name, hash));
         let verdict = match told {

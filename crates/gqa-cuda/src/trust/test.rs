@@ -16,13 +16,13 @@ use std::time::{Duration, Instant};
 
 /// How long a kernel waits for a barrier in shared memory.
 const WAIT_NANOSECONDS: u32 = 300_000_000;
-/// How long a call may take, assembly of its kernels apart.
+/// How long a call may take, without the time to assemble its kernels.
 const CALL: Duration = Duration::from_secs(10);
-/// Of the random tensors.
+/// Seed of the random tensors.
 const SEED: u64 = 1;
 
-/// Computes the trial's call both ways, and compares what was written. Texts go through `change`
-/// first, which tests of this test make wrong.
+/// Computes the trial's call with both plans, and compares the outputs. `change` is applied to the
+/// PTX first: the tests below use it to make kernels wrong.
 pub(super) fn run(
     device: &Device,
     trial: &Trial,
@@ -49,8 +49,8 @@ fn compared(device: &Device, apart: Device, trial: &Trial) -> Result<Verdict> {
     let want = Computed::of(&apart, &stream, &trial.plain, &read)?;
     let got = Computed::of(&apart, &stream, &trial.tested, &read)?;
     let (Computed::Done(got), Computed::Done(want)) = (got, want) else {
-        // Whatever would free its context waits for the kernel, and so does the last release of the
-        // GPU's primary context.
+        // Leaked: freeing its context would wait for the kernel, and so would the last release of
+        // the GPU's primary context.
         mem::forget((apart, stream, device.clone()));
         let seconds = CALL.as_secs();
         return Ok(Verdict::Wrong(format!("does not end within {seconds} s")));
@@ -62,11 +62,11 @@ fn compared(device: &Device, apart: Device, trial: &Trial) -> Result<Verdict> {
     Ok(differs.map_or(Verdict::Agrees, Verdict::Wrong))
 }
 
-/// What became of a call.
+/// How a call ended.
 enum Computed {
-    /// What it wrote.
+    /// It ended; its outputs.
     Done(Vec<(TensorId, Tensor)>),
-    /// It runs on.
+    /// It is still running.
     Hangs,
 }
 
@@ -121,7 +121,8 @@ mod tests {
         layer().dense(Dense::chunk(2, 400, 1000).longest(900)).unwrap()
     }
 
-    /// Runs it with the kernel's text changed, and looks whether the GPU still computes for others.
+    /// Runs the test with changed PTX of the kernel, and checks that the GPU still computes in
+    /// other contexts.
     fn run_changed(
         problem: &Problem,
         entry: &'static str,
@@ -142,7 +143,7 @@ mod tests {
         verdict
     }
 
-    /// Without a word.
+    /// The text without the part from `start` to `end`.
     fn without(text: &str, start: &str, end: char) -> String {
         let (before, from) = text.split_once(start).expect("the text has it");
         format!("{before}{}", from.split_once(end).expect("and its end").1)
@@ -173,7 +174,8 @@ mod tests {
         }
     }
 
-    /// A kernel whose copies nobody announces waits for them for ever, but for the bound.
+    /// A kernel whose copies are never announced to their mbarriers would wait for ever without the
+    /// time limit.
     #[test]
     #[ignore = "needs a GPU of compute capability 9.0"]
     fn a_kernel_that_waits_for_ever_is_found() {
@@ -184,8 +186,8 @@ mod tests {
         assert!(started.elapsed() < CALL, "{:?}", started.elapsed());
     }
 
-    /// One that hangs otherwise is given up, and the others go on. Last by its name, as what it
-    /// leaves behind takes half of the GPU.
+    /// A kernel that hangs in another way is abandoned, and other kernels still run. Its name makes
+    /// this the last test, because the abandoned kernel takes half of the GPU's time.
     #[test]
     #[ignore = "needs a GPU of compute capability 9.0"]
     fn z_a_kernel_that_never_ends_is_found() {
@@ -221,7 +223,7 @@ mod tests {
             };
             assert_eq!(families(&planner, true).last(), Some(&"general"));
             assert_eq!(families(&planner, false).last(), Some(&family));
-            // Another planner, as of another process, finds it in the process's or in the file.
+            // Another planner, as in another process, finds the result in memory or in the file.
             let other = Planner::new(info.clone(), PlanOptions::default()).proven_by(tests());
             assert_eq!(families(&other, true).last(), Some(&family));
         }

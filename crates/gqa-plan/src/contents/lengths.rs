@@ -14,7 +14,7 @@ pub struct PagedLengths {
     /// For each sequence, the rows before the call and the new ones. Tokens without a cache row are
     /// not counted.
     sequences: Vec<[usize; 2]>,
-    /// The most tokens that any brings.
+    /// The most new tokens of a sequence.
     most_tokens: usize,
 }
 
@@ -39,8 +39,8 @@ impl PagedLengths {
         })
     }
 
-    /// `before` maps a length and the number of new tokens to the least number of rows before them
-    /// that is allowed, and the actual number.
+    /// `before` maps a length and the number of new tokens to the smallest allowed and the actual
+    /// number of rows before the new tokens.
     fn new(
         inputs: &Tensors<TensorView<'_>>,
         tokens: usize,

@@ -1,4 +1,4 @@
-//! The cascade: asks every family in order; the first that supports the call computes it.
+//! The cascade: tries the families in order; the first one that supports the call computes it.
 
 use super::decision::{Decision, Rejection};
 use super::families::CONTIGUOUS;
@@ -50,7 +50,7 @@ pub(super) fn consider(family: &'static dyn Family, call: &Call<'_>) -> Result<C
     Ok(Choice { family, kernel: family.choose(call)? })
 }
 
-/// Families may not be trusted on the GPU, unless a kernel of them is forced.
+/// Families that are not trusted on the GPU are left out, unless one of their kernels is forced.
 fn distrusts(family: &dyn Family, call: &Call<'_>) -> Result<(), Rejection> {
     let (options, sm) = (call.options, call.device.sm);
     let module = family.module();
@@ -97,13 +97,13 @@ fn takes_values(family: &dyn Family, p: &Problem) -> Result<(), Rejection> {
     }
 }
 
-/// What became of a family.
+/// The decision about a family.
 pub(super) fn decision(family: &dyn Family, outcome: &Result<Choice, Rejection>) -> Decision {
     let outcome = outcome.as_ref().map(|choice| choice.kernel.entry).map_err(Clone::clone);
     Decision { family: family.module(), outcome }
 }
 
-/// The reason against each family; where a kernel is forced, without the families that are not its.
+/// The reason against each family; if a kernel is forced, only against the kernel's own family.
 pub(super) fn refusals(decisions: &[Decision]) -> String {
     let other = |decision: &Decision| match decision.outcome {
         Err(Rejection::NotForced { forced }) => Some(forced),

@@ -122,7 +122,7 @@ pub enum Rejection {
         /// The kernel's, in bytes.
         need: u32,
     },
-    /// So many packed query rows that larger tiles are faster, which read K and V less often, or a
+    /// Too many packed query rows: larger tiles, which read K and V less often, are faster, or a
     /// launch that dequantizes the cache once for all rows.
     Rows {
         /// The call's packed rows: query rows times heads of a group.
@@ -145,14 +145,14 @@ pub enum Rejection {
         /// The most that fit.
         max: u32,
     },
-    /// So few query rows that most of a tile would be empty.
+    /// Too few query rows: most of a tile would be empty.
     FewRows {
         /// The call's query rows.
         got: usize,
         /// The fewest that pay.
         min: usize,
     },
-    /// So few keys that the prologue costs more than the faster kernel gains.
+    /// Too few keys: the prologue costs more than the faster kernel gains.
     FewKeys {
         /// The call's keys.
         got: usize,
@@ -164,7 +164,7 @@ pub enum Rejection {
         /// The instructions.
         by: Capability,
     },
-    /// The GPU lacks what the kernel is made of.
+    /// The GPU lacks a feature that the kernel uses.
     Capability {
         /// What that is.
         need: Capability,

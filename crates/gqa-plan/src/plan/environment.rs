@@ -182,8 +182,8 @@ pub static AIDS: [(&str, &str, &str); 4] = [
     ),
 ];
 
-/// The least severe lines that `GQA_LOG` asks for, warnings where it is not set. Programs and
-/// packages that log read it; the library does not.
+/// The log level that `GQA_LOG` sets; warnings by default. Programs and packages that log read it;
+/// the library does not.
 ///
 /// # Errors
 ///

@@ -24,7 +24,7 @@ pub struct Explanation {
     pub workspace_bytes: usize,
     /// Arithmetic and traffic that no kernel can avoid.
     pub cost: Cost,
-    /// Time that these take on the GPU.
+    /// Least time of that arithmetic and traffic on the GPU.
     pub roofline_seconds: f64,
     /// Whether memory sets that time.
     pub memory_bound: bool,

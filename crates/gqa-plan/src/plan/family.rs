@@ -108,7 +108,7 @@ impl<'a> Call<'a> {
 #[derive(Clone, Copy)]
 pub(super) struct Kernel {
     pub(super) entry: &'static Entry,
-    /// Into how many parts the keys are split.
+    /// Number of KV splits.
     pub(super) splits: u32,
     /// Blocks of a cluster.
     pub(super) cluster: u32,
@@ -179,11 +179,11 @@ impl FusedPrologue {
     }
 }
 
-/// Of what a family makes its launches.
+/// Input of [`Family::launches`].
 pub(super) struct Job<'a> {
     pub(super) problem: &'a Problem,
     pub(super) device: &'a DeviceInfo,
-    /// The rows that a prologue wrote, or else the caller's.
+    /// Rows in scratch memory or in the caller's tensors.
     pub(super) rows: Rows,
     pub(super) task: Task,
     pub(super) scratch: &'a mut Scratch,
@@ -200,7 +200,7 @@ pub(super) struct Task {
     pub(super) least: usize,
     /// Most tokens of any sequence.
     pub(super) longest: usize,
-    /// What follows does not wait for it.
+    /// The next launch does not wait for it.
     pub(super) concurrent: bool,
     /// It overlaps the launch ahead of it, which takes other sequences.
     pub(super) overlaps: bool,

@@ -1,17 +1,17 @@
-//! From a problem to launches: which kernels, in which shape, and why not the others. Pure; needs
-//! no GPU.
+//! From a problem to launches: which kernels, in which shape, and why not the others.
+//! Deterministic; needs no GPU.
 //!
-//! A plan depends on the [`Problem`](crate::problem::Problem) alone, never on data: lengths
-//! are read on the device. So a plan stays good, and a CUDA graph of it replays, while `seqlens_k`
-//! changes within `total_sequence_length`.
+//! A plan depends on the [`Problem`](crate::problem::Problem) alone, never on data: lengths are
+//! read on the device. So a plan and its CUDA graph stay valid while `seqlens_k` changes within
+//! `total_sequence_length`.
 //!
 //! | what a call needs | launches before attention |
 //! |---|---|
-//! | QK-norm | `qk_norm`: Q and K to scratch, whence all others take them |
+//! | QK-norm | `qk_norm`: writes Q and K to scratch, from which the other launches read them |
 //! | shared cache, rotation | `unpack_qkv_with_rope_and_append_kv`: Q to scratch, K and V into the cache |
 //! | shared cache | `concat_kv_in_place`; Q is read where it is |
 //! | separate cache | `concat_new_to_past_kv`, which rotates K, and `rotary_embedding` for Q; `concat_rows` where rows are no vectors |
-//! | quantized cache | as a shared one, of numbers in scratch, and then `quantize_kv`: quantized values of new rows, numbers of all |
+//! | quantized cache | as for a shared cache, but into a dequantized copy in scratch; then `quantize_kv`, which quantizes the new rows and dequantizes the whole cache |
 //! | external cache | none |
 //! | a paged KV cache | `qk_norm`, `paged_append`, `paged_gather`; after attention `paged_scatter` and `paged_gaps`; kernels that read blocks need `qk_norm` and `paged_append` only, or append themselves (`paged.rs`) |
 //! | a rolling KV cache | `rolling_kv` or `rolling_lengths`, and what the rest of this table says; where rows are several, `rolling_kv` after attention |

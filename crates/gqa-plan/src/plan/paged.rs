@@ -1,7 +1,7 @@
-//! Calls whose cache consists of blocks: kernels that read them where they are, or their rows side
-//! by side in scratch, and attention over these.
+//! Calls over a paged KV cache: kernels read the blocks in place, or rows are gathered into
+//! contiguous scratch memory first.
 //!
-//! | launch | for a few tokens of each sequence | for prompts, with or without sequences of few tokens beside them | for what else there is |
+//! | launch | decode steps: few tokens per sequence | prefill, with or without decode steps | all other calls |
 //! |---|---|---|---|
 //! | `qk_norm` | with QK-norm | with QK-norm | with QK-norm |
 //! | `paged_append`, or `paged_append_quantized`: new rows into the cache, queries into scratch | but the queries, where slot_mapping says where they go | but the queries, and the rows that `decode_paged` appends | always |
@@ -17,11 +17,10 @@
 //! Packed keys and values are a cache of consecutive rows. `hopper_paged` and `blackwell_paged` read
 //! these where they are; the last column has all other kernels, unless values lie unlike their keys.
 //!
-//! Where the new rows are in the cache already, nothing is appended: `paged_append` is there for
-//! queries, or not at all.
+//! If the cache already holds the new rows, `paged_append` only copies queries, or is left out.
 //!
-//! In the last column queries stay where they are if every sequence has one token, nothing turns
-//! them or takes them apart, and they are contiguous.
+//! In the last column queries are read in place if every sequence has one token and the queries are
+//! contiguous, not packed with keys and not rotated.
 
 use super::build::{block_rows, element, find, launch, page_steps, pages_strides, tensor, u32_of};
 use super::cascade::refusals;
@@ -189,8 +188,7 @@ impl<'a> Prologue<'a> {
         Ok(Self { problem: p, rows, params })
     }
 
-    /// Where queries are once they are rotated, if every sequence has as many tokens as the
-    /// longest.
+    /// Scratch memory for rotated queries, if every sequence has the same number of tokens.
     fn rotated_queries(&self, scratch: &mut Scratch) -> Result<Operand> {
         let PagedParams { q_heads, head_size, .. } = self.params;
         let row = q_heads as usize * head_size as usize;
@@ -200,8 +198,8 @@ impl<'a> Prologue<'a> {
         Ok(Operand { arg, strides })
     }
 
-    /// New rows into the cache, of sequences of `least` tokens or more, and queries to `query`;
-    /// null: they stay where they are.
+    /// Appends the new rows of sequences with `least` tokens or more, and copies the queries to
+    /// `query` unless that is null.
     fn append(&self, query: Arg, least: usize, device: &DeviceInfo) -> Result<Launch> {
         let only_queries = self.problem.reads_pages_only();
         let new = |arg| if only_queries { Arg::Null } else { arg };
@@ -223,7 +221,7 @@ impl<'a> Prologue<'a> {
         };
         let p = self.params;
         let moves_queries = u32::from(query != Arg::Null);
-        // A search costs less than many rows that are no tokens.
+        // A binary search for the sequence costs less than visiting many padding rows.
         let mostly_empty = u64::from(p.tokens) < u64::from(p.batch) * u64::from(p.q_len) / 2;
         let by_token = u32::from(moves_queries == 0 && mostly_empty);
         let [kv_heads, value_heads] =
@@ -311,10 +309,10 @@ impl<'a> Prologue<'a> {
     }
 }
 
-/// What attention over the dequantized values finds in scratch.
+/// Scratch memory for attention over dequantized values.
 struct Dequantized<'a> {
     prologue: Prologue<'a>,
-    /// Fewest tokens of a sequence whose numbers are there.
+    /// Sequences with fewer tokens are not dequantized.
     least: usize,
     cache: [Arg; 2],
     table: Arg,
@@ -351,7 +349,7 @@ impl<'a> Dequantized<'a> {
         self.prologue.launch(entry, &arguments, &params, device)
     }
 
-    /// Where attention finds them.
+    /// The tensors of the inner call, which are in scratch memory.
     fn rebind(&self) -> Rebind {
         Rebind(vec![
             (TensorId::PresentKey, self.cache[0]),
@@ -361,18 +359,18 @@ impl<'a> Dequantized<'a> {
     }
 }
 
-/// What attention over gathered rows finds in scratch.
+/// Scratch memory for attention over gathered rows.
 struct Gathered<'a> {
     prologue: Prologue<'a>,
-    /// Null where queries stay where they are.
+    /// The copied queries; null if queries are read in place.
     moved: Arg,
     cache: [Arg; 2],
-    /// Scales of their rows; null where these have none.
+    /// Per-token scales of the gathered rows, or null.
     scales: [Arg; 2],
     lengths: Arg,
-    /// Null where the output's rows are tokens, and log-sum-exps nobody's.
+    /// Null if every row is a token and the call has no lse.
     output: Arg,
-    /// Null where nobody wants them.
+    /// Null if the call has no lse.
     lse: Arg,
 }
 
@@ -439,7 +437,7 @@ impl<'a> Gathered<'a> {
         self.prologue.launch(entry, &arguments, &params, device)
     }
 
-    /// Where the call over gathered rows finds its tensors.
+    /// The tensors of the call over gathered rows, which are in scratch memory.
     fn rebind(&self) -> Rebind {
         let query = if self.moved == Arg::Null { self.prologue.rows.query.arg } else { self.moved };
         Rebind(vec![

@@ -59,7 +59,7 @@ pub(super) fn arguments(p: &Problem, rows: &Rows) -> Vec<(&'static str, Arg)> {
 
 /// Scalars of an attention kernel; `q` are the strides of the queries that it reads.
 pub(super) fn params(p: &Problem, q: Strides, splits: u32) -> Result<AttentionParams> {
-    // Those of the splits are counted together.
+    // Kernels number the rows of all splits in 32 bits.
     let rows = p.batch.saturating_mul(p.q_heads).saturating_mul(p.q_len);
     u32_of("query rows of all splits", rows.saturating_mul(splits as usize))?;
     Ok(AttentionParams {

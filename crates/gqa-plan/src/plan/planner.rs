@@ -51,7 +51,7 @@ impl Planner {
         Self { device, options, prover: None, plans: RwLock::default(), clock: AtomicU64::new(0) }
     }
 
-    /// Plans without kernels that the prover doubts.
+    /// Leaves out kernels that the prover doubts.
     pub fn proven_by(self, prover: Arc<dyn Prover>) -> Self {
         Self { prover: Some(prover), ..self }
     }
@@ -64,8 +64,8 @@ impl Planner {
         self.plan_when(problem, true)
     }
 
-    /// As [`plan`](Self::plan), inside of a graph capture, where no kernel can be tested: those
-    /// that would have to be are left out.
+    /// As [`plan`](Self::plan), inside a graph capture, where kernels cannot be tested: untested
+    /// kernels are left out.
     ///
     /// # Errors
     /// As [`plan`](Self::plan).
@@ -73,7 +73,7 @@ impl Planner {
         self.plan_when(problem, false)
     }
 
-    /// As [`plan`](Self::plan), of lengths that are not rounded; it is not kept.
+    /// As [`plan`](Self::plan), but lengths are not rounded, and the plan is not kept.
     ///
     /// # Errors
     /// As [`plan`](super::plan).

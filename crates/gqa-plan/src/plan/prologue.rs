@@ -28,7 +28,7 @@ enum Step {
     /// The same, and dequantize all of it into scratch.
     AppendDequantized {
         rotate: bool,
-        /// Rows have scales of their own.
+        /// Whether scales are per token.
         by_row: bool,
     },
     /// Copy the past and append K and V, K rotated if `rotate`.
@@ -52,7 +52,7 @@ enum Step {
     },
 }
 
-/// The launches for a call: as few as can be, or, where `fused` is false, one per duty.
+/// The launches for a call: as few as possible, or one per task if `fused` is false.
 fn steps(p: &Problem, fused: bool, by_attention: FusedPrologue) -> Vec<Step> {
     if let (CallKind::Rotation, Some(rotary)) = (p.computes, p.rotary) {
         let vector = 16 / p.dtype.size();
@@ -60,7 +60,8 @@ fn steps(p: &Problem, fused: bool, by_attention: FusedPrologue) -> Vec<Step> {
         return vec![Step::RotateOutput { whole }];
     }
     let (rotate, new) = (p.rotary.is_some(), p.new_len > 0);
-    // Rows are appended to a quantized cache dequantized in scratch as to a shared one.
+    // New rows are first appended to a dequantized copy of a quantized cache in scratch memory, as
+    // to a shared cache.
     let shared = p.cache == CacheBinding::Shared || p.quantized.is_some();
     let alike = p.latent || p.v_head_size == p.head_size;
     let whole = alike && p.head_size * p.dtype.size() % 16 == 0;
@@ -68,10 +69,10 @@ fn steps(p: &Problem, fused: bool, by_attention: FusedPrologue) -> Vec<Step> {
         CacheBinding::Separate if !shared => (whole, !whole),
         _ => (false, false),
     };
-    // Where attention reads them, there is nothing to dequantize.
+    // If attention reads quantized values, nothing is dequantized.
     let reads_codes = p.quantized.is_some() && by_attention.reads_quantized;
     let dequantizes = p.quantized.is_some() && !reads_codes;
-    // One pass in place; a past of its own is copied behind all others.
+    // In place one pass does everything. A separate past is copied by the last launch.
     let at_once = dequantizes && p.cache == CacheBinding::Shared;
     let append = |rotate| match (reads_codes, at_once) {
         (true, _) => Step::AppendQuantized { rotate },
@@ -109,7 +110,7 @@ fn steps(p: &Problem, fused: bool, by_attention: FusedPrologue) -> Vec<Step> {
 }
 
 impl Step {
-    /// What its kernels do.
+    /// The role of its kernels.
     const fn role(self) -> Role {
         match self {
             Self::Normalise => Role::QkNorm,
@@ -162,7 +163,7 @@ pub(super) fn prologue(
     Ok((builder.launches, builder.rows))
 }
 
-/// The launch that normalises, if anything does, and where rows are then.
+/// The QK-norm launch, if the call has QK-norm, and where the rows are after it.
 pub(super) fn normalise(
     p: &Problem,
     device: &DeviceInfo,
@@ -232,7 +233,7 @@ impl<'a> Builder<'a> {
     fn normalise(&mut self, step: Step) -> Result<()> {
         let p = self.problem;
         let query = self.scratch_rows(p.q_heads, p.q_len)?;
-        // Of no rows there is nothing to normalise.
+        // No new keys: nothing to normalise.
         let key =
             if p.new_len == 0 { self.rows.key } else { self.scratch_rows(p.kv_heads, p.new_len)? };
         let arguments = [

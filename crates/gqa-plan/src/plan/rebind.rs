@@ -7,7 +7,7 @@ use crate::tensors::TensorId;
 pub(super) struct Rebind(pub(super) Vec<(TensorId, Arg)>);
 
 impl Rebind {
-    /// The launch with its tensors where they are.
+    /// The launch with its tensors in their new places.
     pub(super) fn launch(&self, mut launch: Launch) -> Launch {
         for arg in &mut launch.args {
             match *arg {

@@ -1,4 +1,4 @@
-//! What several families ask of a call.
+//! Requirements that several families share.
 
 use super::decision::Rejection;
 use crate::problem::{Alignment, CacheBinding, Pages, Problem, QkOutput};

@@ -25,16 +25,16 @@ impl Operand {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Rows {
     pub(super) query: Operand,
-    /// New ones.
+    /// New rows.
     pub(super) key: Operand,
-    /// New ones.
+    /// New rows.
     pub(super) value: Operand,
     /// Where attention finds K and V.
     pub(super) attended: [Arg; 2],
 }
 
 impl Rows {
-    /// As the caller has them.
+    /// The rows in the caller's tensors.
     pub(super) fn given(p: &Problem) -> Self {
         let (key, value) = if p.packed {
             (TensorId::Query, TensorId::Query)

@@ -22,8 +22,8 @@ pub(super) fn columns(entry: &Entry) -> usize {
     (entry.head_size + entry.value_size) as usize
 }
 
-/// Of the family's kernels that are `eligible` and hold the call's heads one that the device runs,
-/// and of several the first in that order, then the one for the format of a quantized cache.
+/// The best of the family's kernels that are `eligible` and hold the call's heads. Kernels that the
+/// device runs come first, then `order` decides, then a kernel for the format of a quantized cache.
 pub(super) fn among(
     family: &dyn Family,
     call: &Call<'_>,

@@ -5,7 +5,7 @@
 //! |---|---|
 //! | none | `rolling_kv`, where present is not past |
 //! | one | `rolling_kv`, which makes room for it; the call |
-//! | several | `rolling_lengths`; the call, with a cache in scratch that has room for all; `rolling_kv`, which takes the rows that stay from there |
+//! | several | `rolling_lengths`; the call, with a cache in scratch that has room for all rows; `rolling_kv`, which copies the remaining rows back |
 //! | a first prompt | the call, likewise, as lengths count from row 0 anyway; `rolling_kv` |
 //!
 //! `rolling_bias` comes before the call where it has an attention_bias.

@@ -695,7 +695,7 @@ fn many_short_sequences_take_two_blocks_to_a_multiprocessor() {
     };
     assert_eq!(codes(32, 512), "gqa_decode_q8_f16_d128_r16_w4");
     assert_eq!(codes(128, 2048), "gqa_decode_q8_f16_d128_r8");
-    // Who says how many blocks there are means whole ones.
+    // An option that forces the cluster size means full-SM CTAs.
     let alone = PlanOptions { cluster: Some(1), ..PlanOptions::default() };
     assert_eq!(entry(32, 512, &alone), "gqa_decode_f16_d128_r8");
 }
@@ -1536,7 +1536,7 @@ fn codes_become_numbers_behind_all_that_appends() {
     assert_eq!(kernels_of(&separate), ["concat_kv_in_place", "quantize_kv", attention]);
     let complete = with(quantized(llama(1024, 1024), CODES[1]), |p| p.new_len = 0);
     assert_eq!(kernels_of(&complete), ["append_dequantized", attention]);
-    // All that is attended to is in scratch.
+    // Attention reads scratch memory only.
     let plan = plan(&rotated, &device("h200"), &off).unwrap();
     let reads_cache = |launch: &&Launch| {
         let is_present = |arg: &Arg| match arg {
@@ -1579,7 +1579,7 @@ fn rows_move_around_the_call() {
     );
     let biased = with(sliding(1, 2000), |p| p.bias = bias(true, true, 2001));
     assert_eq!(kernels_of(biased)[..2], ["rolling_kv", "rolling_bias"]);
-    // As long as all fits, it is any call.
+    // As long as every sequence fits the cache, the call is an ordinary one.
     assert_eq!(kernels_of(sliding(1, 1023)), [step]);
     assert_eq!(kernels_of(sliding(512, 512)), kernels_of(llama(512, 512)));
     let codes = quantized(sliding(1, 2000), CODES[0]);
@@ -2071,7 +2071,7 @@ fn blocks_are_read_where_they_are_without_wgmma() {
     let many = plan(&mixed, &device("a100"), &off).unwrap().launches;
     let many: &PagedTiledParams = bytemuck::from_bytes(&many[2].params);
     assert_eq!((many.tokens, many.least, many.log_block_size), (575, 3, 6));
-    // Nor does Hopper's kernel take every call.
+    // The Hopper kernel does not take every call either.
     let scaled = with(over_blocks(8, 512, 512), |p| p.scale = -1.0);
     assert_eq!(on("h200", &scaled, &off), prompt);
     let why = rejection(&scaled, "h200", &off, Family::HopperPaged);
@@ -2189,7 +2189,7 @@ fn codes_in_blocks_become_numbers_in_blocks() {
     let step = "decode_paged_q8_f16_d128_r16_w4";
     let plan = plan(&mixed, &device("h200"), &off).unwrap();
     assert_eq!(kernels(&mixed, &off), [append, numbers, prompt, step, prompt, gaps]);
-    // Only those of prompts are wanted.
+    // Only sequences of prompts are dequantized.
     let paged: &PagedParams = bytemuck::from_bytes(&plan.launches[1].params);
     let many: &PagedHopperParams = bytemuck::from_bytes(&plan.launches[2].params);
     assert_eq!((paged.least, many.least), (3, 3));
@@ -2277,7 +2277,7 @@ fn batch_invariant_kernels_are_those_of_any_batch() {
             }
         }
     }
-    // They would be others.
+    // Without batch invariance the kernels would differ.
     let usual = |batch| {
         let p = with(llama(1, 8191), |p| p.batch = batch);
         deciding(&p, "h200")
@@ -2597,7 +2597,7 @@ fn quantize_reach(name: &str, problem: &Problem, p: &PrologueParams, element: us
         "k" | "v" => numbers(p.kv_out, p.capacity) * element,
         "present_k" | "present_v" => numbers(p.kv_out, p.capacity) / per_byte,
         "past_k" | "past_v" => numbers(p.past, p.past_capacity) / per_byte,
-        // Of gathered rows, too.
+        // Also with gathered rows.
         "k_scale" | "v_scale" if problem.has_row_scales() => {
             (p.batch * p.kv_heads * p.capacity) as usize * 4
         }
@@ -3306,7 +3306,8 @@ fn latent_calls_that_cannot_be_are_refused_by_name() {
     }
 }
 
-/// Which rows are padding is data: the same kernels as of a chunk, or of a decode step.
+/// Which rows are padding is known only on the device: the kernels are those of a chunk, or of a
+/// decode step.
 #[test]
 fn padded_chunks_are_planned_as_chunks() {
     for name in ["h200", "b200", "a100", "v100"] {
@@ -3336,7 +3337,7 @@ fn padded_chunks_are_planned_as_chunks() {
     assert_eq!(plan.launches.len(), 1);
 }
 
-/// Its scales would have to roll, too, also where a cache alone is computed.
+/// The scales would have to roll, too, also in a call that only updates the cache.
 #[test]
 fn rolling_caches_have_no_scales_of_rows() {
     for phase in [Phase::SubsequentPrompt, Phase::PaddedChunk] {
@@ -3354,8 +3355,8 @@ fn rolling_caches_have_no_scales_of_rows() {
     }
 }
 
-/// Anybody may describe a call field by field: what passes its check is planned, and its launches
-/// stay inside of the tensors that it says it has.
+/// A call may be described field by field. If it passes the checks, it can be planned, and its
+/// launches stay inside of its tensors.
 #[test]
 fn whatever_passes_its_check_stays_inside_its_tensors() {
     use proptest::prelude::*;

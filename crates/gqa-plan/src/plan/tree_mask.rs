@@ -13,15 +13,15 @@ use gqa_tensor::{DType, Result};
 
 /// A mask over all keys.
 pub(super) struct Expanded {
-    /// What writes it.
+    /// The launch that writes the mask.
     pub(super) launch: Launch,
-    /// The call that takes it.
+    /// The call with that mask.
     pub(super) problem: Problem,
     mask: Arg,
 }
 
 impl Expanded {
-    /// For a call with the tensors of `given` and the attention of `problem`.
+    /// Expands the tree mask of `given`, whose attention is `problem`.
     pub(super) fn new(
         given: &Problem,
         problem: &Problem,
@@ -35,7 +35,7 @@ impl Expanded {
         Ok(Self { launch, problem, mask })
     }
 
-    /// Where the call finds it.
+    /// The tensor that the mask stands for, and its place in scratch memory.
     pub(super) fn mask(&self) -> (TensorId, Arg) {
         (TensorId::AttentionBias, self.mask)
     }

@@ -18,17 +18,18 @@ use gqa_tensor::{Error, Result};
 pub enum Trust {
     /// All, untested.
     All,
-    /// Those that agree with simpler ones on the GPU, which are tested at their first use.
+    /// Kernels that agree with simpler ones on this GPU; each is tested at its first use.
     #[default]
     Tested,
-    /// Only the simplest, which are what others are compared with.
+    /// Only the simplest kernels, with which the others are compared.
     None,
 }
 
 /// The families that were run and compared on GPUs of a compute capability, times ten.
 static PROVEN: [(u32, &[Family]); 1] = [(90, &Family::ALL)];
 
-/// What others are compared with, and what computes where none of them is trusted.
+/// The simplest families: others are compared with these, and they compute if no other family is
+/// trusted.
 const PLAIN: [Family; 3] = [Family::Prologue, Family::General, Family::Unfused];
 
 /// Whether kernels of the family need no test on GPUs of that compute capability, times ten.
@@ -37,25 +38,25 @@ pub fn is_proven(family: Family, sm: u32) -> bool {
     PLAIN.contains(&family) || PROVEN.iter().any(has)
 }
 
-/// Options by which only the simplest kernels are planned, as those that others are compared with.
+/// Options that plan only the simplest kernels, for comparison.
 pub(crate) fn plain_options() -> PlanOptions {
     let others = Family::ALL.into_iter().filter(|family| !PLAIN.contains(family));
     PlanOptions { disable_fused_kv: true, distrusted: others.collect(), ..PlanOptions::default() }
 }
 
-/// Kernels of a plan that are not known to be right, by their families.
+/// Families of a plan's kernels that are not known to be right.
 #[derive(Clone, Debug, Default)]
 pub struct Doubts {
-    /// Kernels of them were tested, and are wrong or do not end.
+    /// A test showed that a kernel of the family computes wrong results or does not end.
     pub wrong: Vec<Family>,
-    /// Kernels of them could not be tested, or not now.
+    /// A kernel of the family could not be tested, or not now.
     pub untested: Vec<Family>,
 }
 
-/// Tests kernels on a GPU, or remembers how they did.
+/// Tests kernels on a GPU, and remembers the results.
 pub trait Prover: Send + Sync {
-    /// What is to be said against the plan's kernels that are not [proven](is_proven). Tests those
-    /// that it does not know, if it may: inside of a graph capture it must not.
+    /// Doubts about the plan's kernels that are not [proven](is_proven). With `may_test`, kernels
+    /// without a known result are tested; inside a graph capture that is not possible.
     fn doubts(&self, plan: &Plan, may_test: bool) -> Doubts;
 }
 
@@ -76,8 +77,8 @@ impl Plan {
     }
 }
 
-/// As [`plan`](super::plan()), without the kernels that the prover doubts; and whether a later call
-/// would find the same, which is not so where a test has to wait.
+/// As [`plan`](super::plan()), without the families that the prover doubts. Also returns whether
+/// the plan may be kept: not if a kernel is left out only because it could not be tested now.
 pub(super) fn plan_proven(
     problem: &Problem,
     device: &DeviceInfo,
@@ -124,7 +125,7 @@ mod tests {
         DeviceInfo::known(name).unwrap()
     }
 
-    /// Doubts of some families, and what it was asked.
+    /// A prover that finds some families wrong, and records the families that it was asked about.
     #[derive(Default)]
     struct Told {
         wrong: Vec<Family>,

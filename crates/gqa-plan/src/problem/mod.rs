@@ -608,11 +608,11 @@ impl Problem {
         Self::new(change(self.0.clone()))
     }
 
-    /// The call by which the kernels of a batch-invariant one are chosen: it has as many sequences
-    /// whatever the call has, and over blocks as many keys. Nothing is launched for it, so that it
-    /// need not be legal.
+    /// The call for which the kernels of a batch-invariant call are chosen. Its number of sequences
+    /// is fixed, and over a paged KV cache its number of keys, too. It is never launched, so it
+    /// need not pass the checks.
     pub(crate) fn typical(&self) -> Self {
-        /// A decode step of them reads memory with most SMs, and more of them with all.
+        /// Enough sequences for a decode step to occupy most SMs.
         const SEQUENCES: usize = 8;
         /// Keys of a sequence over blocks.
         const KEYS: usize = 8192;

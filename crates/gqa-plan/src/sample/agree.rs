@@ -41,7 +41,8 @@ pub fn agree(p: &Problem, id: TensorId, got: &Tensor, want: &Tensor) -> Result<(
     Ok(())
 }
 
-/// Elements that have a common largest one.
+/// Elements per row of a cache, 1 for other tensors: the tolerance is relative to the row's largest
+/// number.
 fn want_columns(p: &Problem, id: TensorId) -> usize {
     match id {
         TensorId::PresentKey => p.head_size,
@@ -50,10 +51,10 @@ fn want_columns(p: &Problem, id: TensorId) -> usize {
     }
 }
 
-/// How far numbers may be apart.
+/// Accepted difference.
 struct Tolerance {
     absolute: f64,
-    /// Of the largest number of the row.
+    /// Relative to the largest number of the row.
     relative: f64,
 }
 
@@ -73,7 +74,7 @@ impl Tolerance {
     }
 }
 
-/// The numbers of quantized values in their order.
+/// Quantized values as ordered numbers: adjacent values differ by 1.
 fn ranks(tensor: &Tensor, format: QuantFormat) -> Vec<f64> {
     let signed = |code: u8, sign: u8| {
         let size = f64::from(code & (sign - 1));

@@ -14,7 +14,7 @@ const PAST: usize = 500;
 /// keys.
 ///
 /// # Errors
-/// Where the call has a shape that this knows no smaller one of.
+/// Where no smaller call of that kind is known.
 pub fn small(p: &Problem) -> Result<Problem> {
     p.contiguous().derive(|call| {
         let call =
@@ -96,7 +96,7 @@ fn of_sequences(call: ProblemFields) -> ProblemFields {
     }
 }
 
-/// With angles for those positions alone.
+/// The rotary embedding with tables for these positions only.
 fn rotated(rotary: Rotary, rows: usize, positions: usize) -> Rotary {
     let max_positions = rotary.max_positions.min(positions + ROWS);
     Rotary { max_positions, explicit: rotary.explicit.map(|_| rows), ..rotary }

@@ -25,7 +25,7 @@ struct Sequences {
 }
 
 impl Sequences {
-    /// Of as many different lengths as may be.
+    /// Lengths that differ between sequences where the call allows that.
     fn of(p: &Problem) -> Self {
         let mut left = p.pages.map_or(p.q_len * p.batch, |pages| pages.tokens);
         let rows = (0..p.batch).map(|b| {
@@ -42,7 +42,7 @@ impl Sequences {
         Self { past: past.collect(), rows }
     }
 
-    /// Of each new token its sequence, and its number there.
+    /// Sequence and row number of each new token.
     fn tokens(&self) -> impl Iterator<Item = (usize, usize)> {
         self.rows.iter().enumerate().flat_map(|(b, &rows)| (0..rows).map(move |row| (b, row)))
     }
@@ -90,7 +90,7 @@ impl Sequences {
         Tensor::from_f32(spec.dtype, &spec.shape, &numbers)
     }
 
-    /// What lengths, positions and tables are.
+    /// Elements of a tensor of lengths, positions or indices; `None` for other tensors.
     fn integers(&self, p: &Problem, id: TensorId, count: usize) -> Option<Vec<i64>> {
         let whole = |n: usize| n as i64;
         let each = || self.past.iter().zip(&self.rows);
@@ -134,7 +134,7 @@ impl Sequences {
                 };
                 self.tokens().map(slot).collect()
             }
-            // A chain, of which every third token is left out.
+            // A causal chain in which later tokens do not see every third token.
             TensorId::TreeMask => self
                 .tokens()
                 .map(|(_, row)| {
@@ -149,8 +149,8 @@ impl Sequences {
     }
 }
 
-/// The block of a sequence that has its rows from `nth · block_size` on: no two sequences have
-/// neighbouring ones, unless rows are consecutive.
+/// Block `nth` of a sequence. The blocks of different sequences alternate and descend, unless rows
+/// are consecutive.
 fn block(sequences: usize, pages: Pages, sequence: usize, nth: usize) -> usize {
     match pages.consecutive {
         true => sequence * pages.per_sequence + nth,

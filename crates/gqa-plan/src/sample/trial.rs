@@ -1,4 +1,4 @@
-//! Two plans of one call: by a kernel that is to be tested, and by the simplest ones.
+//! A test of a kernel: one call, planned once with that kernel and once with the simplest kernels.
 
 use super::small;
 use crate::plan::{DeviceInfo, Plan, PlanOptions, plain_options, plan};
@@ -13,15 +13,15 @@ const MOST_BYTES: usize = 1 << 30;
 /// A test of a kernel.
 #[derive(Clone, Debug)]
 pub struct Trial {
-    /// By the kernel.
+    /// The plan with the tested kernel.
     pub tested: Plan,
-    /// On the same tensors, by simpler ones.
+    /// The plan with the simplest kernels, for the same tensors.
     pub plain: Plan,
 }
 
 impl Trial {
-    /// Of a kernel of a call's plan: on a [small](small()) call, or on the call itself where the
-    /// kernel is not for small ones.
+    /// A test of kernel `entry` of the plan `call`: on a [small](small()) call, or on the same call
+    /// if the kernel does not take small ones.
     ///
     /// # Errors
     /// Where there is no such call, or where its tensors are too large.
@@ -128,8 +128,8 @@ mod tests {
         }
     }
 
-    /// Every kernel that is planned for a call on a GPU that the project never ran on has a test,
-    /// whose tensors are as back ends want them.
+    /// Every kernel that is planned for a GPU on which the project never ran has a test, with
+    /// tensors that pass the checks of back ends.
     #[test]
     fn every_kernel_that_may_be_untested_has_a_test() {
         let (mut tested, mut failed, mut seen) =

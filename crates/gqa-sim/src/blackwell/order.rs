@@ -7,10 +7,11 @@
 //!   kind;
 //! - the same warp: after loads once it has executed `tcgen05_wait_ld`, after stores once it has
 //!   executed `tcgen05_wait_st`;
-//! - anybody, after products: through an mbarrier that the thread has committed them to, and
-//!   `tcgen05_fence_after` behind the wait for it;
-//! - another warp, after loads and stores: through the wait of that warp, `tcgen05_fence_before`,
-//!   any barrier or mbarrier, and `tcgen05_fence_after` of those who go on.
+//! - any thread, after products: through an mbarrier to which the products were committed, and
+//!   `tcgen05_fence_after` after the wait for it;
+//! - another warp, after loads and stores: through `tcgen05_wait_ld` or `_st` and
+//!   `tcgen05_fence_before` in the first warp, any barrier or mbarrier, and `tcgen05_fence_after`
+//!   in the other one.
 //!
 //! To give memory back needs the waits and the barrier, but no fences. What products read from
 //! shared memory must be ordered before a `tcgen05_fence_after` of the thread that issues them,
@@ -18,8 +19,8 @@
 //!
 //! Where documents disagree:
 //! - Only products into the same D form a pipeline in the ISA's list. Published kernels (CUTLASS's
-//!   and FlashAttention's for such GPUs) also count on the order of products into different places,
-//!   such as the next scores over the weights that the product before reads. That is a fault here.
+//!   and FlashAttention's for such GPUs) also rely on the order of products into different places:
+//!   the next S overwrites P, which the previous product reads. That is a fault here.
 //! - The ISA lists `tcgen05.commit` with the synchronous instructions in 9.7.16.6.1 and calls it
 //!   asynchronous in 9.7.16.12.1. Here it completes later, at a time that the seed picks.
 //! - It says that threads ordered by fences and barriers pipeline products without a commit. That
@@ -31,8 +32,8 @@
 //!
 //! Vector clocks carry this. The products of a thread are one agent, whose time is the number of
 //! its commits. A warp has an agent for loads and one for stores, whose time is the number of its
-//! waits, and two more for as much of that as a fence has released. What a fence behind a barrier
-//! acquires is a copy of the thread's view.
+//! waits, and two more agents for the part that a fence has released. A fence after a barrier
+//! acquires a copy of the thread's view.
 
 use super::begin;
 use crate::block::{self, Block};
@@ -42,7 +43,7 @@ use smallvec::SmallVec;
 use std::collections::BTreeMap;
 use std::rc::Rc;
 
-/// Whose access.
+/// The agent that accesses tensor memory.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Unit {
     /// Products of a thread, into this D and of this shape and kind.
@@ -124,7 +125,7 @@ impl Order {
         *self.issuers.entry(thread).or_insert_with(fresh)
     }
 
-    /// The thread commits its products; what those who wait for them see.
+    /// The thread commits its products; returns the view that waiting threads acquire.
     pub(super) fn commit(&mut self, clocks: &mut Clocks, thread: u32) -> View {
         let (agent, commits) = self.issuer(clocks, thread);
         self.issuers.insert(thread, (agent, commits + 1));

@@ -107,7 +107,7 @@ fn touch_tensor(block: &mut Block, region: &Region, form: u64, touch: Touch) -> 
     state.memory.touch(region, &viewer, touch)
 }
 
-/// An operand in shared memory: for each of its rows or columns the depth.
+/// Reads an operand in shared memory, one row (A) or column (B) over the depth after the other.
 fn operand(
     block: &mut Block,
     operand: Operand,
@@ -133,8 +133,8 @@ fn operand(
     ))
 }
 
-/// Checks the read of units of shared memory. They must be ordered before the thread, and before
-/// its last fence.
+/// Checks a read of units of shared memory. Writes to them must be ordered before the thread's
+/// product, and before its last `tcgen05_fence_after`.
 fn fetch(block: &mut Block, read: shared::Stamp, units: &[u32]) -> Checked {
     let thread = block.who.thread;
     let touch = shared::Touch::by(thread, shared::Kind::Fetch(read));
@@ -186,7 +186,7 @@ fn signed(operand: Operand, mut numbers: Vec<f32>) -> Vec<f32> {
     numbers
 }
 
-/// Rows of the depth from columns of it; `columns` numbers of each k follow each other.
+/// Transposes an operand that has `columns` consecutive numbers for each k.
 fn turned(numbers: &[f32], columns: usize) -> Vec<f32> {
     let depth = numbers.len() / columns;
     let mut turned = vec![0.0; numbers.len()];

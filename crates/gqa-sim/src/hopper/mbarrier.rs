@@ -20,18 +20,19 @@ pub(super) struct Mbarrier {
     /// Phases completed.
     phases: u32,
     initialised: Stamp,
-    /// Threads that see this access, and TMA, may use the barrier as initialised.
+    /// The fence after initialisation: TMA, and threads that are ordered after it, may use the
+    /// barrier.
     fenced: Option<Stamp>,
     /// TMA writes that complete here, as an agent of the vector clocks: writes of phase n have time
     /// n.
     agent: u32,
     /// The joined views of the threads that have arrived.
     arrived: View,
-    /// As much of it as those who wait may see.
+    /// The part of it that waiting threads may see.
     completed: View,
     /// The number of phases up to the last one that copies or commits complete.
     loaded: u32,
-    /// Phases that somebody has waited for.
+    /// Phases that some thread has waited for.
     waited: u32,
     /// Whether peers have arrived or stored in the current phase, and in the last completed one.
     peers: [bool; 2],
@@ -231,7 +232,7 @@ pub(super) fn begin_commit(block: &mut Block, address: u32) -> Checked {
     barrier.check_phase(clocks, thread, address)
 }
 
-/// Products of that thread are complete and arrive; those who wait see what `view` does.
+/// Products of that thread are complete and arrive; threads that wait acquire `view`.
 pub(super) fn complete(block: &mut Block, thread: u32, address: u32, view: &View) -> Checked {
     let barrier = get(block, address)?;
     barrier.count_arrival(thread, address, 0)?;

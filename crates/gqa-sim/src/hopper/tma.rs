@@ -35,7 +35,8 @@ pub(crate) struct Load {
 }
 
 enum Source {
-    /// Nothing: products that the thread committed are complete, and those who wait see this.
+    /// No copy: products that the thread committed are complete, and threads that wait acquire this
+    /// view.
     Commit(View),
     /// A box of a tensor.
     Box { map: TensorMap, coordinates: [u32; 4] },
@@ -405,12 +406,12 @@ pub fn tma_load_multicast(
 #[derive(Clone, Copy, Debug)]
 pub struct CachePolicy(());
 
-/// Drop it first: nobody reads it again.
+/// Evict first: the data is not read again.
 pub fn evict_first() -> CachePolicy {
     CachePolicy(())
 }
 
-/// Keep it: others read it soon.
+/// Evict last: other CTAs read the data soon.
 pub fn evict_last() -> CachePolicy {
     CachePolicy(())
 }

@@ -165,7 +165,7 @@ fn descriptor(block: &Block, warpgroup: usize, register: usize) -> Checked<Descr
         .or_else(|what| misuse(warpgroup, what))
 }
 
-/// `extent` rows of the depth.
+/// Reads `extent` rows of a K-major operand over the depth.
 fn read_k_major(block: &Block, form: Wgmma, from: Descriptor, extent: u32) -> Vec<f32> {
     let mut matrix = Vec::with_capacity(form.element.depth() * extent as usize);
     for address in from.k_major(0..extent) {
@@ -174,7 +174,7 @@ fn read_k_major(block: &Block, form: Wgmma, from: Descriptor, extent: u32) -> Ve
     matrix
 }
 
-/// As many rows of `columns` as the depth has elements, from MN-major memory.
+/// Reads an MN-major operand: a row of `form.columns` elements for each element of the depth.
 fn read_mn_major(block: &Block, form: Wgmma, from: Descriptor) -> Vec<f32> {
     let mut matrix = Vec::with_capacity(form.element.depth() * form.columns as usize);
     for address in from.mn_major(form.columns) {
@@ -183,7 +183,7 @@ fn read_mn_major(block: &Block, form: Wgmma, from: Descriptor) -> Vec<f32> {
     matrix
 }
 
-/// 64 rows of the depth from the registers of 128 lanes.
+/// Reads A, 64 rows over the depth, from the registers of 128 lanes.
 fn read_fragments(lanes: &[Lane], form: Wgmma) -> Vec<f32> {
     let (depth, per_register) = (form.element.depth(), form.element.per_register());
     let mut matrix = vec![0.0; 64 * depth];
@@ -201,7 +201,7 @@ fn read_fragments(lanes: &[Lane], form: Wgmma) -> Vec<f32> {
     matrix
 }
 
-/// Rows of the depth become columns.
+/// Transposes an operand: rows over the depth become columns.
 fn transpose(form: Wgmma, matrix: &[f32]) -> Vec<f32> {
     let depth = form.element.depth();
     let (rows, mut transposed) = (matrix.len() / depth, vec![0.0; matrix.len()]);

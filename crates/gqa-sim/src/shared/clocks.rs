@@ -323,7 +323,7 @@ impl Clocks {
         self.everyone().agent + self.late.len() as u32
     }
 
-    /// Who that is.
+    /// The accessor that the agent stands for.
     pub(crate) fn name(&self, Stamp { block, agent, .. }: Stamp) -> Agent {
         let everyone = self.everyone().agent;
         if block != self.block {

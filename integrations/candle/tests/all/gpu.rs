@@ -219,8 +219,9 @@ fn poison(device: &Device) -> Result<()> {
     Ok(())
 }
 
-/// What a launch needs after its owner has let go of it is NaN by then. The calls split keys, so
-/// that scratch memory and counters are made for them, and are the first of their stream.
+/// Freed memory is filled with NaN between the calls, so a launch that still needs freed memory
+/// gives NaN. The calls split keys, so that they need scratch memory and counters, and they are the
+/// first calls of their streams.
 #[test]
 fn first_calls_of_streams_and_threads_use_no_freed_memory() -> Result<()> {
     on_gpu(|_| {

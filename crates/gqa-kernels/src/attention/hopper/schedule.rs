@@ -438,7 +438,9 @@ impl WorkRange {
 /// ranges begin. `starts` is (sequences + 1), `past_seqlens` (sequences); the CTAs are those of the
 /// kernel for head size 128. They take their ranges from `given`, if that fits.
 ///
-/// # Errors Where a CTA accesses memory outside of its bounds, or several write one place.
+/// # Errors
+///
+/// Where a CTA accesses memory outside of its bounds, or several write one place.
 #[cfg(not(target_arch = "nvptx64"))]
 pub fn divided(
     starts: &[i32],

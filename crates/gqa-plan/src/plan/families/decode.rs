@@ -1,5 +1,5 @@
-//! `decode`: a decode step in one launch, by clusters of blocks where the GPU has them: it rotates,
-//! appends and attends; and what its sisters share with it.
+//! `decode`: a decode step in one launch, by clusters of CTAs where the GPU has them: it rotates,
+//! appends and attends. Also the code that `decode_quantized` and the paged families share with it.
 
 use crate::plan::build::{element, launch, tensor, u32_of};
 use crate::plan::cost::decode::{Device, Halves, Shape, shape as fastest};
@@ -48,7 +48,7 @@ impl Family for Decode {
     }
 }
 
-/// Options of the variants that always append themselves.
+/// Options of the families that always append in the same launch.
 pub(super) const OPTIONS: &[PlanOption] = &[
     PlanOption::DisableFlashAttention,
     PlanOption::DisableFlashDecode,
@@ -57,9 +57,9 @@ pub(super) const OPTIONS: &[PlanOption] = &[
     PlanOption::Cluster,
 ];
 
-/// Most packed query rows. Row tiles read the keys each for itself: where all run at a time, keys
-/// come from memory once, and that is faster than the larger tiles of other kernels
-/// (`docs/perf-log.md`).
+/// Most packed query rows. Each row tile reads all keys. If all row tiles run at the same time,
+/// keys come from device memory once, and the call is faster than with the larger tiles of other
+/// kernels (`docs/perf-log.md`).
 const MAX_ROWS: usize = 128;
 
 /// The module's kernel for the call and its shape.
@@ -127,13 +127,13 @@ fn entry(module: registry::Family, call: &Call<'_>) -> Result<&'static Entry, Re
     Ok(whole.unwrap_or(chosen))
 }
 
-/// Whether the kernel takes a mask over the new tokens. Tiles of 8 rows have no room for a word of
-/// each row of a matrix product.
+/// Whether the kernel takes a tree mask. Tiles of 8 rows have no room for a word for each of the 16
+/// rows of an MMA tile.
 fn takes_trees(entry: &Entry) -> bool {
     entry.takes("tree_mask") && entry.rows >= 16
 }
 
-/// Of what the kernel is compiled for and the device runs, the newest.
+/// The newest target of the kernel that the device runs.
 fn newest_target(entry: &Entry, device: &DeviceInfo) -> Option<(u32, bool)> {
     let suited = entry.targets().filter(|target| target.runs_on(device.sm));
     suited.map(|target| registry::number(target.arch)).max()
@@ -146,7 +146,7 @@ fn holds(entry: &Entry, head_size: usize) -> bool {
     most == head_size || entry.pads && most > head_size && head_size % per_vector == 0
 }
 
-/// Row tiles of 16 that 64 rows are.
+/// Row tiles of 16 rows that replace one of 64.
 const MOST_TILES: usize = 4;
 
 /// Whether all row tiles run at a time and the KV cache fits the L2 cache, so that keys are read
@@ -168,8 +168,8 @@ fn has_wgmma(entry: &Entry) -> bool {
     !entry.runs_on(u32::MAX)
 }
 
-/// Whether the device is new enough, multiplies as the kernel does, and has the shared memory that
-/// it needs.
+/// Whether the device has the compute capability, the matrix instructions and the shared memory
+/// that the kernel needs.
 fn runs_on(entry: &Entry, device: &DeviceInfo) -> Result<(), Rejection> {
     if entry.min_sm > device.sm {
         return Err(Rejection::ComputeCapability { have: device.sm, need: entry.min_sm });
@@ -202,7 +202,7 @@ fn has_few_row_tiles(call: &Call<'_>, entry: &Entry) -> Result<(), Rejection> {
     Ok(())
 }
 
-/// Quantized values in the room of an element of 16 bits.
+/// Quantized values in 16 bits.
 fn values_per_element(entry: &Entry) -> u32 {
     match entry.formats {
         [] => 1,
@@ -227,7 +227,7 @@ fn half_of(entry: &Entry, device: &DeviceInfo) -> Option<&'static Entry> {
     entries().filter(is_half).min_by_key(|half| (half.rows, half.pads)).filter(fits)
 }
 
-/// The same step in blocks of half an SM, each with all keys of its rows, if there are such.
+/// The same step by half-SM CTAs, without splits, if there is such a kernel.
 pub(in crate::plan) fn in_halves(kernel: &Kernel, device: &DeviceInfo) -> Option<Kernel> {
     let is_half = kernel.entry.min_blocks > 1;
     let half = if is_half { kernel.entry } else { half_of(kernel.entry, device)? };
@@ -244,8 +244,8 @@ fn halves_like(half: &Entry) -> Halves {
     }
 }
 
-/// [`Device::tenths_in_pairs`], which was measured with clusters. Four bits keep a block
-/// busier than memory does.
+/// [`Device::tenths_in_pairs`], measured on GPUs with clusters. With 4-bit values a CTA is bound by
+/// arithmetic, not by memory.
 fn tenths_in_pairs(entry: &Entry, device: &DeviceInfo) -> u32 {
     let tenths = tenths_of_block(entry);
     match entry.formats {
@@ -256,10 +256,10 @@ fn tenths_in_pairs(entry: &Entry, device: &DeviceInfo) -> u32 {
     }
 }
 
-/// How long a block takes at least for what it streams, in tenths of what half of the SMs take with
-/// all of the memory's bandwidth: longer where four bits become halves, and where 64 rows keep a
-/// block busier than memory does (`docs/perf-log.md`). Where these are multiplied without `wgmma`
-/// every SM has to take part, which is an estimate.
+/// Shortest time in which a CTA streams its keys. The unit is a tenth of the time that it takes
+/// when CTAs on half of the SMs saturate the memory. Longer than 10 where arithmetic is the bound:
+/// 4-bit values are converted, or a tile has 64 rows (`docs/perf-log.md`). The value for 64 rows
+/// without `wgmma` is an estimate.
 fn tenths_of_block(entry: &Entry) -> u32 {
     match (entry.rows, entry.formats) {
         (33.., _) if has_wgmma(entry) => 13,
@@ -269,8 +269,8 @@ fn tenths_of_block(entry: &Entry) -> u32 {
     }
 }
 
-/// The options' clusters and splits, or those with which the call ends first, and the kernel for
-/// them: `entry` or, unless that is forced, its half.
+/// The cluster size and splits that the options force, or else the fastest ones, and the kernel for
+/// them: `entry`, or its half-SM variant unless `entry` is forced.
 fn shape(call: &Call<'_>, entry: &'static Entry) -> Result<Kernel, Rejection> {
     let (p, device, options) = (call.problem, call.device, call.options);
     has_grid(p, &Kernel::whole(entry))?;
@@ -278,7 +278,7 @@ fn shape(call: &Call<'_>, entry: &'static Entry) -> Result<Kernel, Rejection> {
         select::capabilities(&[Capability::Clusters], device)?;
     }
     let mut params = params(p, Strides::zeroed(), 1).map_err(|_| Rejection::TooLarge)?;
-    // Keys cost what their bytes cost.
+    // The time of a key depends on its bytes.
     params.head_size /= values_per_element(entry);
     let kernel = match (options.cluster, options.splits) {
         (None, None) => {
@@ -305,12 +305,13 @@ fn shape(call: &Call<'_>, entry: &'static Entry) -> Result<Kernel, Rejection> {
     Ok(kernel)
 }
 
-/// Errs where there are more blocks than CUDA starts.
+/// Errs where the grid exceeds CUDA's limits.
 fn has_grid(p: &Problem, kernel: &Kernel) -> Result<(), Rejection> {
     const MAX: [usize; 3] = [i32::MAX as usize, 65_535, 65_535];
     let row_tiles = p.packed_rows().div_ceil(kernel.entry.rows as usize);
     let blocks = kernel.cluster as usize * kernel.splits as usize;
-    // And one row tile more that may wait for a launch.
+    // One more row tile: a launch that overlaps the one before it has a layer of CTAs that wait for
+    // that.
     let grid = [blocks, p.kv_heads, row_tiles.saturating_mul(p.batch).saturating_add(1)];
     let fits = grid.iter().zip(MAX).all(|(&blocks, max)| blocks <= max);
     let all = grid.iter().try_fold(1usize, |all, &blocks| all.checked_mul(blocks));
@@ -319,7 +320,7 @@ fn has_grid(p: &Problem, kernel: &Kernel) -> Result<(), Rejection> {
         .ok_or(Rejection::TooLarge)
 }
 
-/// Errs where so many blocks share keys that they do not need splits.
+/// Errs where splits would need too many counters: such a call has enough CTAs without splits.
 fn has_counters(params: &AttentionParams, kernel: &Kernel) -> Result<(), Rejection> {
     const MAX: usize = 1 << 16;
     let clusters = decode::clusters(params, kernel.entry.rows);
@@ -336,7 +337,7 @@ pub(super) fn launches(kernel: &Kernel, job: Job<'_>) -> Result<Vec<Launch>> {
     in_clusters(kernel, device, launch(kernel.entry, grid, &bound, &params)?)
 }
 
-/// A launch that may begin while the one ahead of it still runs, where the device has such.
+/// The launch in clusters, as a programmatic dependent launch if the device supports that.
 pub(super) fn in_clusters(
     kernel: &Kernel,
     device: &DeviceInfo,
@@ -346,7 +347,7 @@ pub(super) fn in_clusters(
     Ok(vec![Launch { cluster: kernel.cluster, programmatic, ..launch }])
 }
 
-/// Attention's part of the parameters: of a quantized cache strides are in bytes.
+/// The attention parameters; strides of a quantized cache count bytes.
 pub(super) fn attention_params(kernel: &Kernel, job: &Job<'_>) -> Result<AttentionParams> {
     let params = params(job.problem, job.rows.query.strides, 1)?;
     Ok(in_bytes(kernel, job.problem, params))
@@ -398,7 +399,8 @@ pub(super) fn step_params(
 
 /// What the step may do while the launch ahead of it still runs.
 fn overlap(p: &Problem, appends: bool, task: Task) -> u32 {
-    // The launch that normalises begins when all before it has ended, and writes scratch.
+    // The QK-norm launch before it starts after all earlier work has ended, and writes only scratch
+    // memory.
     match appends && (p.prefetch_cache || p.qk_norm.is_some()) {
         _ if task.overlaps => overlap::ALL,
         true => overlap::CACHE,
@@ -430,8 +432,8 @@ pub(super) fn bound(
     Ok(bound)
 }
 
-/// Scratch for splits of the keys, if there are several: their output, their states, and the
-/// counters by which their clusters find each other.
+/// Scratch memory for KV splits, if there are several: their output, their states, and counters of
+/// arrivals.
 fn partials(kernel: &Kernel, job: Job<'_>, params: &DecodeParams) -> Result<[Arg; 3]> {
     let Kernel { splits, cluster, parts, .. } = *kernel;
     if splits == 1 && parts == 0 {

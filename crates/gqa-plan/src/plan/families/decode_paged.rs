@@ -88,8 +88,8 @@ pub(in crate::plan) fn in_parts(kernel: &Kernel, call: &Call<'_>) -> Option<Kern
 }
 
 impl Lengths {
-    /// For `columns` row tiles of each sequence, over all KV heads. The cache has a row for every
-    /// key.
+    /// Lengths of a call with `columns` row tiles per sequence, over all KV heads. The mean follows
+    /// from the size of the cache, which has a row for every key.
     fn of(p: &Problem, columns: usize) -> Option<Self> {
         let pages = p.pages?;
         let rows = pages.blocks.saturating_mul(pages.block_size);
@@ -137,7 +137,7 @@ pub(in crate::plan) fn division(step: &Launch) -> Option<DecodeScheduleParams> {
     })
 }
 
-/// The launch that writes the schedule which `step` reads, if it does.
+/// The launch that writes the schedule of `step`, if `step` reads one.
 pub(in crate::plan) fn schedule(step: &Launch) -> Option<Result<Launch>> {
     let written = step.argument("schedule").filter(|arg| *arg != Arg::Null)?;
     let is_schedule = |entry: &&Entry| {

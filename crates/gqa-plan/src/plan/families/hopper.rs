@@ -1,5 +1,6 @@
 //! `hopper`: flash attention with warpgroups and TMA, for prefill on Hopper, over splits of the
-//! keys where work tiles would leave SMs idle; and what its sisters share with it.
+//! keys where work tiles would leave SMs idle. Also the code that the other `hopper_*` families
+//! share with it.
 
 use crate::plan::build::{launch, seqlens, tensor};
 use crate::plan::decision::Rejection;
@@ -74,20 +75,20 @@ impl Family for Hopper {
     }
 }
 
-/// What the kernels are made of.
+/// GPU features that the kernels use.
 const NEEDS: [Capability; 3] = [Capability::Wgmma, Capability::Tma, Capability::RegisterHandover];
 
 /// Query rows from which a tile of 64 rows or more per query head pays, however many sequences
 /// there are.
 pub(super) const LEAST_ROWS: usize = 64;
 
-/// Whether the call has rows, and the device instructions, for the family.
+/// Whether the call has enough query rows for the family, and the device has its features.
 pub(super) fn may_take(p: &Problem, device: &DeviceInfo) -> bool {
     p.q_len >= LEAST_ROWS && NEEDS.iter().all(|need| device.has(*need))
 }
 
-/// Whether larger tiles pay: a border between work tiles costs more with them, a key that all rows
-/// see less (measured, too).
+/// Whether larger key tiles pay. They cost more at the boundary between work tiles, and less for
+/// each key that all rows see (measured).
 fn sees_many_keys(p: &Problem) -> bool {
     const MANY: usize = 8192;
     !p.causal && p.window.is_none() && p.softcap.is_none() && p.total_len >= MANY
@@ -98,7 +99,8 @@ fn rotates(entry: &Entry) -> bool {
     entry.takes("cos")
 }
 
-/// Whether a kernel takes another head size of values: [`HopperParams`] has it.
+/// Whether a kernel takes a head size of values that differs from the keys': it gets
+/// [`HopperParams`].
 fn is_told_values(entry: &Entry) -> bool {
     entry.role == Role::Attention && rotates(entry)
 }
@@ -110,16 +112,15 @@ pub(super) fn knows(rotary: Rotary) -> bool {
     rotary.explicit.is_none() && u32::try_from(elements).is_ok()
 }
 
-/// Sums as the call wants them, the smallest tile that holds its heads, and of several the one that
-/// is done first.
+/// The order of kernels for a call: first by whether its sums are as exact as the call needs, then
+/// by the smallest tile that holds the heads, then by estimated time.
 fn order(entry: &Entry, p: &Problem) -> select::Order {
-    /// Keys of a tile at most, but for those of head size 128 for many keys.
+    /// Kernels with more keys per tile than this are for many keys (head size 128).
     const SHORT_TILE: u32 = 128;
-    /// Queries that a launch before must rotate cost as much as some more scores each (measured,
-    /// too).
+    /// Cost of rotating a query in a launch of its own, in scores (measured).
     const ROTATION: usize = 60;
-    // At head size 64 rounded weights are summed, which is too coarse for a log-sum-exp; a slower
-    // kernel sums exact ones.
+    // At head size 64 the fastest kernel sums rounded P, which is too coarse for a log-sum-exp; a
+    // slower kernel sums P before rounding.
     let like = p.v_head_size == p.head_size || is_told_values(entry);
     let other = !like || entry.exact_sums != p.lse;
     let wrong_length = (entry.keys > SHORT_TILE) != sees_many_keys(p);
@@ -128,8 +129,8 @@ fn order(entry: &Entry, p: &Problem) -> select::Order {
     [other.into(), select::columns(entry), wrong_length.into(), work(entry, p) + rotation]
 }
 
-/// The scores that an entry computes for one sequence, in whole tiles. A tile costs as much as one
-/// of about 60 rows more (measured: `docs/perf-log.md`).
+/// The scores that a kernel computes for one sequence, in whole tiles. The overhead of a tile is
+/// that of about 60 more rows (measured: `docs/perf-log.md`).
 fn work(entry: &Entry, p: &Problem) -> usize {
     const OVERHEAD: usize = 60;
     let (rows, keys) = (entry.rows as usize, entry.keys as usize);
@@ -137,12 +138,12 @@ fn work(entry: &Entry, p: &Problem) -> usize {
     usize::try_from(scores).unwrap_or(usize::MAX)
 }
 
-/// Why `tiled` does better, or must do.
+/// Errs where `tiled` is faster, or the call is not for this family.
 pub(super) fn suits(call: &Call<'_>, entry: &Entry) -> Result<(), Rejection> {
     let (p, device) = (call.problem, call.device);
     can_do(p, device)?;
     let forced = call.options.force.is_some();
-    // Of values unlike keys `tiled` has no kernel.
+    // `tiled` has no kernel for values of another head size than keys.
     let is_sole = forced || p.v_head_size != p.head_size;
     if p.q_len < LEAST_ROWS && !is_sole && !mostly_empty_tiles_pay(p, entry, device) {
         return Err(Rejection::FewRows { got: p.q_len, min: LEAST_ROWS });
@@ -150,7 +151,7 @@ pub(super) fn suits(call: &Call<'_>, entry: &Entry) -> Result<(), Rejection> {
     Ok(())
 }
 
-/// Whether it is a device and a call of the family's.
+/// Errs unless the device and the call fit the family.
 pub(super) fn can_do(p: &Problem, device: &DeviceInfo) -> Result<(), Rejection> {
     select::capabilities(&NEEDS, device)?;
     scores(p)
@@ -170,11 +171,11 @@ pub(super) fn scores(p: &Problem) -> Result<(), Rejection> {
     Ok(())
 }
 
-/// Whether tiles of few rows of one query head each are done before the fuller tiles of `tiled`,
-/// which hold a KV head's rows together: where SMs would be idle otherwise. `docs/perf-log.md` has
-/// the figures.
+/// Whether `hopper`, whose tiles hold a few rows of one query head, is faster than `tiled`, which
+/// packs the query heads of a KV head into fuller but fewer tiles and so leaves SMs idle
+/// (`docs/perf-log.md`).
 fn mostly_empty_tiles_pay(p: &Problem, entry: &Entry, device: &DeviceInfo) -> bool {
-    /// Time of a block of `tiled` for a key, in that of a block of `hopper`.
+    /// Time per key of a CTA of `tiled`, relative to a CTA of `hopper`.
     const TILED_TIME: usize = 3;
     /// Rows of a tile of `tiled`, and tiles on an SM at a time.
     const TILED: (usize, usize) = (64, 2);
@@ -188,8 +189,8 @@ fn mostly_empty_tiles_pay(p: &Problem, entry: &Entry, device: &DeviceInfo) -> bo
     waves(p.q_heads, p.q_len, entry.rows as usize, 1) < TILED_TIME.saturating_mul(tiled)
 }
 
-/// The kernel for splits of the keys where they pay instead of `entry` for the whole, or where
-/// their f32 is wanted, if only of one. GQA_SPLITS and GQA_FORCE know better than the heuristic.
+/// The kernel that splits the keys, if splits are faster than `entry` over all keys, or if the
+/// output is f32, which only that kernel writes. GQA_SPLITS and GQA_FORCE override the heuristic.
 fn split(call: &Call<'_>, entry: &'static Entry) -> Option<Kernel> {
     let (p, force) = (call.problem, call.options.force);
     let fits = |split: &&Entry| {
@@ -206,13 +207,14 @@ fn split(call: &Call<'_>, entry: &'static Entry) -> Option<Kernel> {
     let params = params(p, Strides::zeroed(), 1).ok()?;
     let sms = call.device.multiprocessors;
     let best = hopper::splits(&params, entry.rows, entry.keys, p.most_keys(), sms);
-    // Forced, it takes splits however little they pay.
+    // If this kernel is forced, it splits the keys in any case.
     let least = if force == Some(entry.name) { 2 } else { 1 };
     let splits = call.options.splits.unwrap_or(best).max(least);
     (splits > 1 || p.widens_output()).then_some(Kernel::split(entry, splits))
 }
 
-/// The whole keys, by a kernel that rotates queries or finds them rotated.
+/// The launch over all keys. With `turns` the kernel rotates the queries; otherwise they are
+/// rotated already.
 fn whole_launch(job: Job<'_>, entry: &'static Entry, turns: bool) -> Result<Launch> {
     let (p, sms) = (job.problem, job.device.multiprocessors);
     let attention = l2_swizzled_params(&job, 1)?;
@@ -237,7 +239,7 @@ pub(super) fn hopper_params(
     Ok(HopperParams { attention, rotary, v_head_size: value_size(p)?, reserved: 0 })
 }
 
-/// What a kernel that rotates queries looks cosines and sines up in, if it does.
+/// The tables of cosines and sines, if the kernel rotates queries.
 pub(super) fn tables(p: &Problem, turns: bool) -> [(&'static str, Arg); 2] {
     let table = |id| if turns { tensor(p, id, 0) } else { Arg::Null };
     [("cos", table(TensorId::CosCache)), ("sin", table(TensorId::SinCache))]

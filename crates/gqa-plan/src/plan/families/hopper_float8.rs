@@ -1,5 +1,5 @@
-//! `hopper_float8`: `hopper` where the cache holds float8e4m3fn and the products may be of such:
-//! queries and weights are rounded to it, too.
+//! `hopper_float8`: `hopper` over a float8e4m3fn cache, if the call allows float8 products: queries
+//! and P are rounded to float8, too.
 
 use super::hopper::{self, tensor_map};
 use crate::plan::build::{find, launch, seqlens, tensor, u32_of};
@@ -44,7 +44,8 @@ impl Family for HopperFloat8 {
         FusedPrologue::of_new_rows(problem, entry, fused)
     }
 
-    /// `float8_operands`, which takes new rows as they are given where it may, and the attention.
+    /// Two launches: `float8_operands`, which also rotates and appends the new rows if `fused`, and
+    /// the attention.
     fn launches(&self, kernel: &Kernel, job: Job<'_>) -> Result<Vec<Launch>> {
         let (p, device, entry) = (job.problem, job.device, kernel.entry);
         let attention = params(p, job.rows.query.strides, 1)?;
@@ -57,7 +58,8 @@ impl Family for HopperFloat8 {
     }
 }
 
-/// A cache that the tensor cores multiply, where that is allowed.
+/// Errs unless the cache is float8, the call allows float8 products, and the kernels take its other
+/// features.
 fn suits(p: &Problem) -> Result<(), Rejection> {
     match p.quantized.map(|how| how.format) {
         None => return Err(Rejection::NotQuantized),
@@ -80,11 +82,11 @@ fn suits(p: &Problem) -> Result<(), Rejection> {
     if rows > i32::MAX as usize { Err(Rejection::TooLarge) } else { Ok(()) }
 }
 
-/// Whether the products gain more than the launch before attention costs, as whole calls do in
-/// `docs/results/2026-11-28-h200-float8-keys`. GQA_FORCE knows better.
+/// Errs unless the faster products save more than the launch before attention costs (whole calls,
+/// `docs/results/2026-11-28-h200-float8-keys`). GQA_FORCE overrides the heuristic.
 fn pays(call: &Call<'_>, entry: &Entry) -> Result<(), Rejection> {
-    /// Rows of a group of heads. For fewer in bfloat16 `hopper_quantized_f8` reads the cache as it
-    /// is; float16 and head sizes under 128 were not measured.
+    /// Fewest packed query rows. With fewer bfloat16 rows `hopper_quantized_f8` reads the cache in
+    /// place and is faster; float16 and head sizes below 128 were not measured.
     const LEAST_ROWS: usize = 1025;
     let p = call.problem;
     if call.options.force.is_some() {
@@ -98,7 +100,7 @@ fn pays(call: &Call<'_>, entry: &Entry) -> Result<(), Rejection> {
     if !is_large && p.packed_rows() < LEAST_ROWS {
         return Err(Rejection::FewRows { got: p.packed_rows(), min: LEAST_ROWS });
     }
-    // Where half of the SMs would have nothing to do, other kernels split the keys.
+    // If half of the SMs would be idle, other kernels split the keys.
     let tiles = p.q_len.div_ceil(entry.rows as usize) * p.q_heads * p.batch;
     match call.device.multiprocessors as usize / tiles.max(1) {
         0 | 1 => Ok(()),
@@ -111,7 +113,7 @@ fn pays_for_heads_of(size: usize) -> bool {
     matches!(size, 65..=128 | 193..=256)
 }
 
-/// What lies in scratch, and how.
+/// The float8 operands in scratch memory.
 struct Operands<'a> {
     params: &'a AttentionParams,
     scales: u32,
@@ -120,9 +122,9 @@ struct Operands<'a> {
     row_factors: Arg,
     v_codes: Arg,
     v: Strides,
-    /// Of `v_codes`.
+    /// Columns of `v_codes`.
     columns: u32,
-    /// Of a tile of the attention.
+    /// Keys of a tile of the attention.
     tile_keys: u32,
 }
 
@@ -198,7 +200,7 @@ impl<'a> Operands<'a> {
         launch(entry, grid, &arguments, &params)
     }
 
-    /// The attention. What TMA takes for an element are two of float8.
+    /// The attention launch. TMA copies elements of 16 bits, two float8 values each.
     fn attention(
         &self,
         p: &Problem,
@@ -226,7 +228,7 @@ impl<'a> Operands<'a> {
             output(p)[0],
             ("counter", counter),
         ];
-        // A float8 is half of an element.
+        // A float8 value has half the bytes of an element.
         let halves = AttentionParams { head_size: head_size / 2, ..*self.params };
         let l2_section = kernels::l2_section(&halves, device.l2_bytes, device.multiprocessors);
         let params = Float8Params {

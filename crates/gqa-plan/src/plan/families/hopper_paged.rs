@@ -55,14 +55,14 @@ impl Family for HopperPaged {
     }
 }
 
-/// The kernel of this family, or of that for quantized caches.
+/// The kernel of this family or of `hopper_paged_quantized`.
 pub(super) fn choose(family: &dyn Family, call: &Call<'_>) -> Result<Kernel, Rejection> {
     let p = call.problem;
     if p.lse && p.quantized.is_some() {
         return Err(Rejection::Argument { name: "lse" });
     }
     requirements::flash(p)?;
-    // Boxes of TMA fit the blocks. Where rows are consecutive, a sequence is a block.
+    // TMA boxes must fit the blocks. With consecutive rows a sequence is one block.
     match p.pages {
         Some(Pages { consecutive: true, blocks: 1.., .. }) => (),
         _ => requirements::blocks_of(p, kernels::LEAST_BOX)?,
@@ -83,13 +83,14 @@ pub(super) fn choose(family: &dyn Family, call: &Call<'_>) -> Result<Kernel, Rej
     Ok(Kernel::whole(entry))
 }
 
-/// Sums as the call wants them, and the smallest tile that holds its heads: at head size 64 sums of
-/// rounded P are too coarse for a log-sum-exp.
+/// The order of kernels for a call: first by whether its sums are as exact as the call needs (at
+/// head size 64 sums of rounded P are too coarse for a log-sum-exp), then by the smallest tile that
+/// holds the heads.
 fn order(entry: &Entry, p: &Problem) -> select::Order {
     [(entry.exact_sums != p.lse).into(), select::columns(entry), 0, 0]
 }
 
-/// Why kernels that divide the work do not take the call.
+/// Errs where kernels that divide the work do not take the call.
 fn may_split(p: &Problem) -> Result<(), Rejection> {
     if p.lse {
         return Err(Rejection::Argument { name: "lse" });
@@ -100,7 +101,7 @@ fn may_split(p: &Problem) -> Result<(), Rejection> {
     }
 }
 
-/// Why rows must be gathered from their blocks: attention over gathered ones does better.
+/// Errs where it is faster to gather the rows from their blocks and attend to the copy.
 fn suits(call: &Call<'_>) -> Result<(), Rejection> {
     let p = call.problem;
     let is_sole = call.options.force.is_some() || p.pages.is_some_and(|pages| pages.consecutive);
@@ -110,14 +111,14 @@ fn suits(call: &Call<'_>) -> Result<(), Rejection> {
     Ok(())
 }
 
-/// Whether tiles of one query head are almost empty, and reading keys for each costs more than
-/// tiles that heads share.
+/// Whether tiles of one query head would be almost empty, and reading the keys once per query head
+/// costs more than row tiles that query heads share.
 fn leaves_tiles_empty(p: &Problem, device: &DeviceInfo) -> bool {
     !fills_tiles(p) && !reading_often_pays(p, device) && !is_short(p, device)
 }
 
-/// Whether all query heads run at a time, on so few keys that nothing else is faster: these are no
-/// more than two pieces of a divided row tile.
+/// Whether all query heads run at the same time over so few keys that nothing else is faster: at
+/// most two pieces of a divided row tile.
 fn is_short(p: &Problem, device: &DeviceInfo) -> bool {
     const KEYS: usize = 512;
     p.total_len <= KEYS && p.q_heads.saturating_mul(p.batch) <= device.multiprocessors as usize
@@ -128,19 +129,19 @@ fn fills_tiles(p: &Problem) -> bool {
     p.q_len >= LEAST_ROWS
 }
 
-/// Whether each query head reads its keys sooner for itself than they are gathered and read once by
-/// their group.
+/// Whether reading the keys once per query head is faster than gathering them and reading the copy
+/// once per group.
 fn reading_often_pays(p: &Problem, device: &DeviceInfo) -> bool {
-    /// Time of all SMs to gather a KV head's key and to read it then, in that of one of them for a
-    /// key of `hopper`.
+    /// Time of all SMs to gather a key of a KV head and to read the copy, relative to the time of
+    /// one SM for a key of `hopper`.
     const GATHER_TIME: usize = 6;
     let sms = (device.multiprocessors as usize).max(1);
     let waves = p.q_heads.saturating_mul(p.batch).div_ceil(sms);
     waves * sms < GATHER_TIME.saturating_mul(p.kv_heads * p.batch)
 }
 
-/// The kernel of the same shape that divides the work among the SMs, where a launch of `entry`
-/// would wait for one long row tile, or leave its tiles almost empty.
+/// The kernel of the same shape that divides the work among the SMs, if a launch of `entry` would
+/// end with one long row tile, or its tiles would be almost empty.
 fn split(call: &Call<'_>, entry: &'static Entry) -> Option<Kernel> {
     let (p, device) = (call.problem, call.device);
     let is_sister = |split: &&Entry| {
@@ -166,18 +167,18 @@ fn split(call: &Call<'_>, entry: &'static Entry) -> Option<Kernel> {
 struct Division {
     /// Query heads of a row tile.
     tile_heads: usize,
-    /// Groups of them.
+    /// Groups of query heads that share row tiles.
     groups: usize,
-    /// Row tiles of all sequences for a group, and key tiles of one, at most: whatever lengths the
-    /// device finds, kernels clamp them to these.
+    /// Upper bounds, to which kernels clamp the lengths on the device: row tiles of all sequences
+    /// for a group, and key tiles of a row tile.
     most: [usize; 2],
     /// Key tiles of the longest row tile, if the lengths are as the call says.
     longest: usize,
-    /// Key tiles of an SM's share of all work, if prompts have no keys before them.
+    /// Key tiles of an SM's equal share of the work, if prompts have no earlier keys.
     share: usize,
     /// Fewest key tiles of a piece.
     shortest: usize,
-    /// KV heads of sequences of one token, for which there is a kernel of their own.
+    /// Sequences of one token, times KV heads: a decode kernel could take these.
     steps: usize,
     multiprocessors: usize,
 }
@@ -191,7 +192,7 @@ impl Division {
         let within =
             |len: usize| p.window.map_or(len, |window| len.min(window.saturating_add(tokens)));
         let key_tiles = |len: usize| within(len).div_ceil(keys) + 1;
-        // Prompts see half of their own tokens in the mean.
+        // On average a token of a prompt sees half of the prompt.
         let own = p.q_len / (2 * keys) + 1;
         let full_tiles = (pages.tokens / tokens).saturating_mul(groups);
         Self {
@@ -206,8 +207,8 @@ impl Division {
         }
     }
 
-    /// Whether the longest row tile may take so much longer than a share that splitting it pays for
-    /// a larger kernel, and for its decode steps, which take longer than in a kernel of their own
+    /// Whether dividing the work pays: the longest row tile may take much longer than an equal
+    /// share. The division itself costs time, and decode steps are slower than in the decode kernel
     /// (measured: `docs/perf-log.md`).
     fn pays(&self) -> bool {
         // What dividing and merging cost, in key tiles; beside many decode steps it takes a longer
@@ -216,7 +217,7 @@ impl Division {
         self.longest > self.share.saturating_add(cost).saturating_mul(factor)
     }
 
-    /// CTAs for which there may be a piece.
+    /// CTAs: at most one per SM, and no more than there may be pieces.
     fn ctas(&self) -> usize {
         let [row_tiles, key_tiles] = self.most;
         let pieces = row_tiles.saturating_mul(self.groups);
@@ -224,7 +225,7 @@ impl Division {
         pieces.clamp(1, self.multiprocessors)
     }
 
-    /// Whether CTAs have room to divide the call, and can count its work.
+    /// Whether the prefix sums of the call fit shared memory, and its work fits 32 bits.
     fn fits(&self, p: &Problem) -> bool {
         let [row_tiles, key_tiles] = self.most;
         p.batch <= kernels::MOST_SEQUENCES as usize
@@ -238,9 +239,9 @@ fn shortest_piece(entry: &Entry) -> usize {
     256 / entry.keys as usize
 }
 
-/// What a launch takes, over a cache of elements or of quantized values. It rotates queries if
-/// anything does: to it the tokens of all sequences are one batch entry. It leaves out sequences
-/// with fewer tokens than are the task's.
+/// Parameters and arguments of a launch, over a cache of elements or quantized values. The launch
+/// rotates the queries if the call has RoPE. The tokens of all sequences are one batch entry.
+/// Sequences with fewer tokens than `Task::least` are skipped.
 pub(super) struct PagedCall {
     entry: &'static Entry,
     pub(super) params: PagedHopperParams,
@@ -264,11 +265,12 @@ impl PagedCall {
         })
     }
 
-    /// The launch, with the scalars that its kernel takes, and that which merges pieces.
+    /// The attention launch with parameters `params`, and the merge of pieces if there are any.
     pub(super) fn launches(&self, params: &impl Pod) -> Result<Vec<Launch>> {
         let attention = launch(self.entry, [self.blocks, 1, 1], &self.arguments, params)?;
         if self.entry.role == Role::Attention {
-            // Behind a launch that appends an early start costs a short call half a microsecond.
+            // After a launch that appends, an early start would cost a short call half a
+            // microsecond.
             return Ok(vec![Launch { programmatic: self.params.is_secondary == 1, ..attention }]);
         }
         let grid = kernels::merge_grid(&self.params);
@@ -322,7 +324,7 @@ fn merge_of(entry: &Entry) -> Result<&'static Entry> {
     entries().find(is_it).ok_or_else(missing)
 }
 
-/// The call, and which blocks take its work tiles.
+/// The parameters of the call, and of the queue of work tiles.
 fn paged_params(job: &Job<'_>, entry: &Entry) -> Result<PagedHopperParams> {
     let (p, device, task) = (job.problem, job.device, job.task);
     let pages = pages(p)?;
@@ -357,7 +359,7 @@ fn paged_params(job: &Job<'_>, entry: &Entry) -> Result<PagedHopperParams> {
     let all = TileQueue { primary: most, secondary: 0, is_secondary: false };
     let queue = task.queue.unwrap_or(all);
     Ok(PagedHopperParams {
-        // Every block of the primary launch begins with a work tile.
+        // Every CTA of the primary launch starts with a work tile.
         primary: queue.primary.min(most),
         secondary: queue.secondary,
         is_secondary: queue.is_secondary.into(),
@@ -368,19 +370,19 @@ fn paged_params(job: &Job<'_>, entry: &Entry) -> Result<PagedHopperParams> {
 /// Row tiles of all sequences for a group of query heads, at most.
 fn row_tiles(pages: Pages, p: &Problem, tile_heads: u32, entry: &Entry) -> usize {
     let tokens = kernels::packed_tokens(tile_heads, entry.rows) as usize;
-    // As `most_row_tiles` of the kernel has it.
+    // The same bound as `most_row_tiles` of the kernel.
     let of_longest = p.batch.saturating_mul(p.q_len.div_ceil(tokens));
     of_longest.min(pages.tokens / tokens + p.batch)
 }
 
-/// Sequences of as many tokens as the longest, where as many others as possible have one.
+/// Number of sequences with the most tokens, if as many of the others as possible have one token.
 fn long_sequences(p: &Problem, pages: Pages) -> usize {
     pages.tokens.saturating_sub(p.batch).div_ceil((p.q_len - 1).max(1)).min(p.batch)
 }
 
-/// How many query heads share a row tile of `rows` rows: of the divisors of a group, the first with
-/// the fewest row tiles where as many sequences as possible have one token, and the others as many
-/// as the longest.
+/// How many query heads share a row tile of `rows` rows: the smallest divisor of the group with the
+/// fewest row tiles. Assumes that as many sequences as possible have one token, and the others the
+/// most tokens.
 fn tile_heads(p: &Problem, pages: Pages, rows: u32) -> usize {
     let group = p.q_heads / p.kv_heads;
     let many = long_sequences(p, pages);
@@ -393,8 +395,8 @@ fn tile_heads(p: &Problem, pages: Pages, rows: u32) -> usize {
     (1..=group.min(kernels::QUERY_BOX as usize)).filter(fits).min_by_key(tiles).unwrap_or(1)
 }
 
-/// Scratch memory: a counter from which work tiles are drawn; or the division of the work, and what
-/// pieces leave for the merge.
+/// Scratch memory: the counter from which CTAs draw work tiles; or the division of the work and the
+/// results of pieces.
 fn scratch(
     params: &PagedHopperParams,
     entry: &Entry,

@@ -66,16 +66,16 @@ impl Family for HopperQuantized {
     }
 }
 
-/// Whether the keys that every row tile converts for itself cost less than a launch that
-/// dequantizes them once; of a smaller head, tiles would be padded too. GQA_FORCE knows better.
-/// `docs/perf-log.md` has the figures.
+/// Errs where one launch that dequantizes all keys is faster than converting them again for each
+/// row tile, or where tiles would be padded (`docs/perf-log.md`). GQA_FORCE overrides the
+/// heuristic.
 pub(super) fn converting_pays(call: &Call<'_>, entry: &Entry) -> Result<(), Rejection> {
     let p = call.problem;
-    // Query rows of a group: fewer where keys are converted, too, and more over blocks, which take
-    // one more launch to be dequantized.
+    // Most packed query rows. Fewer if keys are converted as well as values; more over a paged
+    // cache, which takes one more launch to dequantize.
     let of_contiguous: u16 = if entry.formats.is_empty() { 512 } else { 1024 };
     let max = if p.pages.is_some() { 2 * of_contiguous } else { of_contiguous };
-    // The keys of all sequences would be dequantized where their work is divided.
+    // If the work is divided, the other plan dequantizes the keys of all sequences.
     let is_divided = entry.role == Role::SplitAttention && !entry.formats.is_empty();
     let max = if is_divided { 2 * max } else { max };
     if call.options.force.is_some() {
@@ -90,8 +90,8 @@ pub(super) fn converting_pays(call: &Call<'_>, entry: &Entry) -> Result<(), Reje
     }
 }
 
-/// Calls that have work for all SMs without splits of the keys, for which there are no kernels.
-/// GQA_SPLITS and GQA_FORCE know better than the heuristic.
+/// Errs where the call needs KV splits to occupy all SMs: these kernels do not split keys.
+/// GQA_SPLITS and GQA_FORCE override the heuristic.
 fn whole_keys(call: &Call<'_>, entry: &Entry) -> Result<(), Rejection> {
     let p = call.problem;
     let params = params(p, Strides::zeroed(), 1).map_err(|_| Rejection::TooLarge)?;

@@ -19,7 +19,7 @@ use gqa_kernels::registry::{self, Entry, Role, entries};
 
 pub(in crate::plan) struct Latent;
 
-/// Elements of a 16-bit row that are read in the time in which a float8 row is made operands of.
+/// Elements of a 16-bit row whose load takes as long as converting a float8 row.
 const CONVERTED_ELEMENTS: usize = 670;
 
 /// Most CTAs in z of a grid.
@@ -79,7 +79,7 @@ impl Family for Latent {
     }
 }
 
-/// Errs where the cache is quantized otherwise than the kernel reads it: with one scale.
+/// Errs unless the cache's format is the kernel's, with one scale.
 pub(super) fn holds(entry: &Entry, p: &Problem) -> Result<(), Rejection> {
     let Some(Quantization { format, scales }) = p.quantized else { return Ok(()) };
     requirements::no_row_scales(p)?;
@@ -90,7 +90,7 @@ pub(super) fn holds(entry: &Entry, p: &Problem) -> Result<(), Rejection> {
     }
 }
 
-/// The attention, and its merge where keys are split.
+/// The attention launch, and the merge if keys are split.
 pub(super) fn launches(
     job: Job<'_>,
     kernel: &Kernel,
@@ -128,11 +128,11 @@ fn merge_of(entry: &Entry) -> Result<&'static Entry> {
     entries().find(is_it).ok_or_else(missing)
 }
 
-/// Nothing but q·k, lengths and a softcap decides scores.
+/// Errs unless scores depend on q·k, lengths and a softcap only.
 pub(super) fn scores_alone(p: &Problem) -> Result<(), Rejection> {
     let refuse = |name| Err(Rejection::Argument { name });
-    // What appends new rows rotates queries too, and leaves them in the places of as many tokens of
-    // each sequence.
+    // The launch that appends also rotates the queries, if every sequence has the same number of
+    // tokens.
     let is_even = p.pages.is_none_or(|pages| pages.tokens == p.batch * p.q_len);
     let turned_ahead = is_even && !p.reads_pages_only();
     match () {
@@ -145,7 +145,7 @@ pub(super) fn scores_alone(p: &Problem) -> Result<(), Rejection> {
     }
 }
 
-/// Into how many parts the keys are split, whose tiles hold so many elements of a token.
+/// Number of KV splits; tiles have `elements` elements per token.
 pub(super) fn splits(call: &Call<'_>, params: &LatentParams, elements: usize, cluster: u32) -> u32 {
     let Call { problem: p, device, options, .. } = *call;
     let (keys, key_bytes) = (p.most_keys(), (elements * p.dtype.size()) as u32);
@@ -153,7 +153,7 @@ pub(super) fn splits(call: &Call<'_>, params: &LatentParams, elements: usize, cl
     options.splits.unwrap_or_else(best)
 }
 
-/// Over blocks.
+/// The parameters of a call over a paged KV cache.
 pub(super) fn latent_params(p: &Problem, queries: Strides, splits: u32) -> Result<LatentParams> {
     let pages = pages(p)?;
     let params = params(p, queries, splits)?;
@@ -184,13 +184,13 @@ fn arguments(job: &Job<'_>) -> Vec<(&'static str, Arg)> {
     ]
 }
 
-/// The map of a cache in blocks: a box has a chunk of a tile's rows, or where blocks are smaller of
-/// a block's.
+/// The tensor map of a paged cache: a box is one chunk of columns, and the rows of a tile or of a
+/// smaller block.
 pub(super) fn paged_map(job: &Job<'_>, cache: Arg, params: &LatentParams) -> Result<Arg> {
     let p = job.problem;
     let strides = pages_strides(p, pages(p)?, p.dtype.size());
     let rows = 1 << params.log_block_size;
-    // Columns of 16 bits, whatever these hold.
+    // Columns of 16 bits, also for float8.
     let [.., width] = p.key_cache_shape(0);
     let columns = u32_of("bytes of a row", width * p.key_cache_dtype().size() / p.dtype.size())?;
     let size = [columns, rows, params.attention.kv_heads, params.blocks];

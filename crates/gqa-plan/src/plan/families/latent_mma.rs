@@ -150,7 +150,8 @@ fn splits(call: &Call<'_>, params: &LatentParams, entry: &Entry) -> u32 {
     const BY_WGMMA: f64 = 1.4;
     const MERGE: f64 = 3.0;
     const MERGED: f64 = 0.05;
-    /// How much of the rates of memory and tensor cores is attained; how much faster L2 is.
+    /// Attained fractions of the memory bandwidth and the tensor rate; bandwidth of L2 relative to
+    /// memory.
     const MEMORY: f64 = 0.85;
     const TENSOR: f64 = 0.25;
     const L2: f64 = 2.5;
@@ -166,7 +167,7 @@ fn splits(call: &Call<'_>, params: &LatentParams, entry: &Entry) -> u32 {
     let by_mma_sync = TILE + KEYS * keys / (8.0 * warps);
     let least = if has_wgmma(entry) { BY_WGMMA } else { by_mma_sync };
     let tile = |blocks: f64| {
-        // A few CTAs do not have all of the memory's rate.
+        // A few CTAs cannot use the whole memory bandwidth.
         let active = blocks.clamp(slots / 2.0, slots);
         let of_memory = bytes * active / (MEMORY * device.bandwidth / 1e6);
         // CTAs of an SM share its tensor cores, and those of the fullest one count.
@@ -188,7 +189,7 @@ fn splits(call: &Call<'_>, params: &LatentParams, entry: &Entry) -> u32 {
     (1..=tiles.min(MAX_SPLITS)).min_by(|&a, &b| time(a).total_cmp(&time(b))).unwrap_or(1)
 }
 
-/// CTAs that the GPU holds.
+/// CTAs that are resident on the GPU at a time.
 fn slots(entry: &Entry, device: &DeviceInfo) -> f64 {
     let twice = entry.min_blocks > 1 && select::fits_twice(entry, device);
     f64::from(device.multiprocessors.max(1) * if twice { 2 } else { 1 })

@@ -29,7 +29,7 @@ impl Family for SplitKv {
     fn choose(&self, call: &Call<'_>) -> Result<Kernel, Rejection> {
         requirements::flash(call.problem)?;
         let entry = select::smallest(self, call)?;
-        // Of those with larger tiles only `hopper` has output in another type.
+        // Among the families with larger tiles, only `hopper` writes another output type.
         let has_rival = hopper::may_take(call.problem, call.device);
         Ok(Kernel::split(entry, splits(call, entry, 1, has_rival)?))
     }
@@ -46,7 +46,7 @@ impl Family for SplitKv {
 /// `tiled` with few rows.
 const FEW_ROWS: u32 = 64;
 
-/// Into how many parts the keys of a call of few rows are best split; `None` where rows are many.
+/// The best number of KV splits for a call of few rows; `None` if the call has many rows.
 pub(super) fn splits_of_few_rows(p: &Problem, device: &DeviceInfo) -> Option<u32> {
     let params = params(p, Strides::zeroed(), 1).ok()?;
     (p.packed_rows() <= FEW_ROWS as usize)
@@ -74,7 +74,7 @@ pub(super) fn splits(
     }
     let params = params(p, Strides::zeroed(), 1).map_err(|_| Rejection::OneSplit)?;
     let splits = split_kv::splits(&params, p.most_keys(), blocks * device.multiprocessors);
-    // Two row tiles that read the keys each for itself still do.
+    // Up to two row tiles are still faster here, although each reads all keys.
     if splits == 1 && rows > 2 * entry.rows as usize && !takes_all {
         return Err(Rejection::OneSplit);
     }

@@ -50,7 +50,7 @@ impl Family for TiledPaged {
     }
 }
 
-/// Why attention over gathered rows does better.
+/// Errs where gathering the rows and attending to the copy is faster.
 fn suits(call: &Call<'_>) -> Result<(), Rejection> {
     let (p, device) = (call.problem, call.device);
     if hopper::can_do(p, device).is_ok() {
@@ -62,12 +62,12 @@ fn suits(call: &Call<'_>) -> Result<(), Rejection> {
     }
 }
 
-/// The call. It rotates queries if anything does, and leaves out sequences with fewer tokens than
-/// are the task's.
+/// The parameters of the call. The launch rotates the queries if the call has RoPE, and skips
+/// sequences with fewer tokens than `Task::least`.
 fn params(job: &Job<'_>) -> Result<PagedTiledParams> {
     let p = job.problem;
     let pages = pages(p)?;
-    // Those of all tokens are counted together.
+    // Kernels number the rows of all tokens in 32 bits.
     u32_of("query rows", pages.tokens.saturating_mul(p.q_heads))?;
     let attention = attention_params(job, pages, 1)?;
     Ok(PagedTiledParams {

@@ -45,16 +45,16 @@ impl Family for TiledTma {
     }
 }
 
-/// Why `tiled` does better.
+/// Errs where `tiled` is faster.
 fn suits(call: &Call<'_>, entry: &Entry) -> Result<(), Rejection> {
     let p = call.problem;
-    // Where a kernel of this family is forced, there is none of `tiled`.
+    // If a kernel of this family is forced, `tiled` has none.
     let Ok(tiled) = tiled::smallest(call) else { return Ok(()) };
     if tiled.head_size < entry.head_size {
         return Err(Rejection::OtherHeadSize { got: p.head_size });
     }
-    // A block of more rows than `tiled` has takes an SM, which two of that share. Where there are
-    // so few that those would have an SM each, they are done earlier.
+    // A CTA with more rows than those of `tiled` takes a whole SM, which two CTAs of `tiled` share.
+    // If the CTAs of `tiled` are so few that each has an SM to itself, `tiled` is faster.
     let (heads, sms) =
         (p.batch.saturating_mul(p.kv_heads).max(1), call.device.multiprocessors as usize);
     let min = entry.rows as usize * (sms / 2 + 1).div_ceil(heads);

@@ -41,15 +41,15 @@ impl Family for TiledWide {
     }
 }
 
-/// As few elements of each key as the tiles of the rows can read together, as few rows to a tile,
-/// and as many keys.
+/// The order of kernels for a call: first by the elements that all row tiles read per key, then by
+/// rows per tile, both as few as possible, then by keys per tile, as many as possible.
 fn order(entry: &Entry, p: &Problem) -> select::Order {
     let [rows, keys, size] = [entry.rows, entry.keys, entry.head_size].map(|n| n as usize);
     let tiles = p.packed_rows().div_ceil(rows);
     [tiles.saturating_mul(size), rows, usize::MAX - keys, 0]
 }
 
-/// Into how many parts the keys are split. GQA_SPLITS knows better than the heuristic.
+/// Number of KV splits. GQA_SPLITS overrides the heuristic.
 fn splits(call: &Call<'_>, entry: &Entry) -> Result<u32, Rejection> {
     let p = call.problem;
     let least = select::least_splits(p);
