@@ -20,7 +20,7 @@ impl Tolerance {
     /// the scores. So does the bound of a rotated or normalised 16-bit call: near a tie, float32
     /// and double precision round an element of such a query or key to different neighbours. And
     /// that of one with a quantized cache, whose numbers most kernels round to the element type.
-    /// Weights that are off by so much are off by more of values that are further apart.
+    /// Errors of P matter more if the values are further apart.
     pub fn of(case: &Case) -> Self {
         let scores = f64::from(case.score_deviation()).max(1.0);
         let rounded = case.rotary.is_some() || case.qk_norm || case.quantized.is_some();

@@ -67,8 +67,8 @@ pub fn every_entry(
         }
         let judge = LazyCell::new(|| call.judge());
         for (entry, calls) in &mut left {
-            // Of calls that allow float8 products, only these kernels are compared with float8
-            // bounds.
+            // Kernels with float8 products are compared in calls that allow them, which have wider
+            // bounds; all other kernels in the other calls.
             if problem.float8_products != (entry.family == Family::HopperFloat8) {
                 continue;
             }
@@ -100,10 +100,10 @@ fn forcing(entry: &Entry) -> [PlanOptions; 3] {
     [unfused, force, many_rows]
 }
 
-/// Head sizes of keys and values for a tile that no call of one size takes.
+/// Head sizes of keys and values for a tile that only takes calls with two different sizes.
 const WIDE_KEYS: [[usize; 2]; 2] = [[192, 128], [168, 104]];
 
-/// Those of packed keys and values, some with narrower values.
+/// Head sizes for packed keys and values, some with narrower values.
 const PACKED: [[usize; 2]; 4] = [[64, 64], [192, 128], [168, 104], [128, 128]];
 
 /// Any call of the operators.

@@ -176,8 +176,7 @@ pub fn latent_in_place(
     of_kernels(takes, latent_options(), cases, paged.boxed(), device)
 }
 
-/// The same for the kernels that multiply by `mma.sync`, over blocks of any power of two of rows
-/// and over contiguous caches.
+/// The same for `latent_mma`, over contiguous caches and blocks of any power of two of rows.
 pub fn latent_by_mma(
     cases: BoxedStrategy<LatentCase>,
     device: &DeviceInfo,
@@ -291,8 +290,8 @@ impl Lengths for LatentCase {
 }
 
 impl LatentCase {
-    /// Scores of some calls differ so much that row maxima move from tile to tile. In float32 their
-    /// rounding would be more than its tolerance.
+    /// In some calls scores differ so much that row maxima change from tile to tile. Not in
+    /// float32, where the rounding of such scores would exceed the tolerance.
     fn scale(&self) -> f32 {
         self.deviation() as f32 / (self.heads.size as f32).sqrt()
     }
@@ -592,8 +591,8 @@ struct Got {
 }
 
 impl LatentCase {
-    /// Most weights of some calls are those of few keys, and more so the more scores differ: then
-    /// what rounds the numbers of a quantized cache is felt more.
+    /// If scores differ much, a few keys have most of the weight. Then the rounding of dequantized
+    /// values has a larger effect.
     fn tolerance(&self) -> Tolerance {
         let rounds = if self.quantized.is_some() { self.deviation().max(1.0) } else { 1.0 };
         match self.dtype {
@@ -603,7 +602,7 @@ impl LatentCase {
         }
     }
 
-    /// Compares what back ends compute with what the reference does.
+    /// Compares the results of a back end with those of the reference.
     fn judge_by<'a>(
         &'a self,
         run: impl Fn(&dyn Backend) -> Result<Got> + 'a,

@@ -399,8 +399,8 @@ impl Tensors {
         let mut free = order.into_iter();
         let table: Vec<Vec<i32>> = (blocks.iter().zip(&paged.sequences))
             .map(|(&used, sequence)| {
-                // Unused trailing table entries are arbitrary, and so are freed ones: another
-                // sequence's block, or a free one.
+                // Unused entries at the end of a table row are arbitrary, and so are entries of
+                // freed blocks: a block of another sequence, or a free one.
                 let mut row: Vec<_> = free.by_ref().take(used).collect();
                 row.resize_with(columns, || data.rng.random());
                 if paged.gaps {

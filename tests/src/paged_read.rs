@@ -1,6 +1,6 @@
-//! A random call over a paged KV cache as an engine makes it, and its tensors: one that appends
-//! nothing, of sequences that may bring more tokens than they have keys, one whose bound on the
-//! tokens of a sequence is too small, or one over packed keys and values.
+//! A random call over a paged KV cache as an engine makes it, and its tensors. One of: a call that
+//! appends nothing, whose sequences may have more tokens than keys; a call whose bound on the
+//! tokens of a sequence is too small; a call over packed keys and values.
 
 use crate::Tolerance;
 use crate::call::{Data, poisoned};
@@ -54,7 +54,7 @@ pub struct PagedReadCase {
     pub gaps: bool,
     /// The call appends its tokens' keys and values.
     pub appends: bool,
-    /// As many tokens of a sequence are computed, because the call says that none has more.
+    /// Bound on the tokens of a sequence that the call states; further tokens are not computed.
     pub bound: Option<usize>,
     /// The cache is a strided view.
     pub view: Option<CacheView>,
@@ -69,8 +69,8 @@ pub struct PagedReadCase {
 pub struct CacheView {
     /// Within a block (KV head, row) rather than (row, KV head).
     pub heads_outside: bool,
-    /// Units of 16 bytes that are not the cache's: behind each row of a head, behind as many of
-    /// these as there are heads or rows, and behind each block.
+    /// Padding in units of 16 bytes: after each row of a head, after each group of such rows in the
+    /// inner order, and after each block.
     pub apart: [usize; 3],
 }
 
@@ -236,8 +236,8 @@ pub fn packed_rows(
     (cases, sequences, any::<bool>(), sizes, [apart.clone(), apart]).prop_map(packed).boxed()
 }
 
-/// These calls with a bound that may be less than a sequence's tokens. Some append: not to a
-/// quantized cache, where a new key may be one quantized value or the next.
+/// These calls with a bound that may be less than a sequence's tokens. Some calls append, but not
+/// to a quantized cache, where the quantized value of a new key may round either way.
 pub fn cut_off(cases: BoxedStrategy<PagedReadCase>) -> BoxedStrategy<PagedReadCase> {
     let cut = |(mut case, appends, share): (PagedReadCase, bool, f64)| {
         case.appends = appends && case.quantized.is_none();
@@ -245,13 +245,13 @@ pub fn cut_off(cases: BoxedStrategy<PagedReadCase>) -> BoxedStrategy<PagedReadCa
             case.sequences.iter_mut().for_each(|[keys, new]| *keys = *(&*keys).max(new));
         }
         let bound = (share * case.most_tokens() as f64) as usize;
-        // No token may see those that are cut off.
+        // Causal, so that no token sees one that is cut off.
         PagedReadCase { bound: Some(bound.max(1)), causal: true, tree_mask: false, ..case }
     };
     (cases, any::<bool>(), 0.0..=1.0).prop_map(cut).boxed()
 }
 
-/// A GPU on which nobody looks at lengths before they are used.
+/// A GPU back end that does not check lengths before the launch.
 #[derive(Debug)]
 pub struct Unchecked<M>(pub M, pub PlanOptions);
 

@@ -115,9 +115,9 @@ pub fn identical(
 /// The variable of proptest that says what random calls are drawn from.
 pub(crate) const SEED: &str = "PROPTEST_RNG_SEED";
 
-/// For calls on that back end: all of them on a GPU or if `PARITY_FULL` is set, else a quarter; as
-/// many as `PARITY_CASES` says, if it does. Drawn from `PROPTEST_RNG_SEED` or from another seed in
-/// each run; prints the seed.
+/// The configuration of proptest for a back end: all `cases` on a GPU or if `PARITY_FULL` is set,
+/// else a quarter of them; `PARITY_CASES` overrides the number. The seed is `PROPTEST_RNG_SEED`, or
+/// a new one in each run; it is printed.
 pub(crate) fn config(name: &str, cases: u32, backend: &str) -> Config {
     let share = if backend == "cuda" || std::env::var_os(FULL).is_some() { 1 } else { SHARE };
     let cases = count(cases.div_ceil(share));
@@ -146,7 +146,7 @@ impl Parity for Case {
 
     fn judge(&self) -> Result<Judge<'_>, String> {
         let call = Call::new(self);
-        // Callers make sure that kernels use the permission. The reference takes rounded queries.
+        // Callers force kernels that use float8 products. The reference gets rounded queries.
         if self.float8_products {
             let want = by_reference(&call.with_float8_queries())?;
             let tolerance = Tolerance::of_float8(self);

@@ -106,7 +106,7 @@ pub fn trees(
         .boxed()
 }
 
-/// These calls, in which queries and keys rotate, most of them not from their first element on.
+/// These calls with RoPE, which in most of them begins after the first element of a head.
 pub fn turned_behind(cases: BoxedStrategy<TreeCase>) -> BoxedStrategy<TreeCase> {
     let turned = |case: TreeCase| {
         let [.., size] = case.heads;

@@ -1,5 +1,5 @@
-//! Calls with few or no rows and keys, of the list that all doors are tested with, as an engine
-//! describes them: `tests/cases/doors`, whose page says what its fields mean.
+//! Calls with few or no rows and keys, described as an engine does. The list in `tests/cases/doors`
+//! is shared by the tests of all interfaces; its page explains the fields.
 
 use gqa_host::backend::{Backend, Io, cpu::Cpu, sim::Sim};
 use gqa_host::engine::{Dense, External, Heads, Layer, Paged};

@@ -249,7 +249,7 @@ fn steps_in_parts() {
     parity("sim, steps of crowds in parts", 3, crowds, &Sim::default().with_device(device));
 }
 
-/// Of a schedule that agrees with the call each CTA takes its part, and otherwise computes it.
+/// Each CTA takes its part from a schedule that agrees with the call, and otherwise computes it.
 #[test]
 fn steps_in_parts_by_a_schedule() {
     let others = [Made::OtherLengths, Made::OtherSlots, Made::OtherKeys, Made::Nothing];
@@ -338,7 +338,7 @@ fn batch_invariant_calls() {
     }
 }
 
-/// Sequences of no key before the token, one, a block less one, a block, and many, in any order,
+/// Sequences with 0, 1, a block less one, a block, and many keys before the token, in any order,
 /// and one without tokens.
 fn ragged(cases: BoxedStrategy<Case>) -> BoxedStrategy<PagedCase> {
     (paged_steps(cases, 60), 600..=1500usize, any::<[prop::sample::Index; 6]>())

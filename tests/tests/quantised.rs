@@ -51,7 +51,7 @@ fn prompts_in_products_of_float8() {
     }
 }
 
-/// Scores so far apart that P overflows in a later tile before the reference is rescaled.
+/// Scores so far apart that P overflows in a later tile before the row maximum is raised.
 #[test]
 fn wide_scores_in_products_of_float8() {
     for (dtype, tile, kernel) in float8_kernels() {

@@ -1,10 +1,10 @@
 //! Step "pages": commands and code on the pages run as they are printed.
 //!
-//! A fenced block is Rust that rustdoc compiles (its page is part of a crate's documentation
-//! tests), Python that `--integrations` runs, or commands. Of these, what the program answers in
-//! seconds is run here; of what measures, or needs a GPU, arguments are checked; all else is on a
-//! list with the reason. In text, the verbs of `cargo gqa` and `cargo xtask` are looked up. What
-//! dependencies are printed resolve; whole programs with their output are run by `--full`.
+//! A fenced block is Rust, Python or commands. rustdoc compiles the Rust, as documentation tests of
+//! a crate, and `--integrations` runs the Python. Commands that end in seconds are run here. For
+//! commands that measure or need a GPU only the arguments are checked. All other commands are on a
+//! list with the reason. In text, verbs of `cargo gqa` and `cargo xtask` must exist, and printed
+//! dependencies must resolve. `--full` runs whole programs and compares their output.
 
 use crate::cargo::{cargo, over_workspace};
 use crate::folder;
@@ -19,8 +19,7 @@ use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-/// Commands that no step runs as they are printed, and why. A line that is on no page any more is
-/// an error, too.
+/// Commands that no step runs, and why. An entry that is on no page is an error.
 const ELSEWHERE: &[(&str, &str)] = &[
     ("bench/gpu.sh", "a GPU and hours"),
     ("cargo gqa profile", "a GPU"),
@@ -36,7 +35,7 @@ const ELSEWHERE: &[(&str, &str)] = &[
     ("uv pip compile", "a registry; it writes the lists that are checked in"),
 ];
 
-/// Pages whose code other tests run: which, and what does.
+/// Pages whose code other tests run, and which tests.
 const OTHERS: &[(&str, &str)] = &[
     ("docs/perf-log.md", "history"),
     ("docs/python.md", "crates/gqa-python/tests"),

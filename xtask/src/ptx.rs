@@ -103,7 +103,8 @@ fn write(compiled: Vec<Compiled>, args: &Args) -> Result<()> {
     Ok(manifest.write(&place::manifest())?)
 }
 
-/// Prints how many kernels are made of the text of their twins, and which might be, but are not.
+/// Prints how many float16 kernels are derived from the PTX of their bfloat16 twins, and which have
+/// a twin but PTX of their own.
 fn twins(manifest: &Manifest) {
     let of = |module: &gqa_ptx::Module| {
         let names: BTreeSet<_> = module.kernels.iter().map(|kernel| kernel.name.as_str()).collect();

@@ -77,8 +77,8 @@ impl Made {
     }
 }
 
-/// Errs where the call would write memory of another of its tensors. An input that is updated in
-/// place is the same tensor as its output, in exactly the same memory.
+/// Errs where an output overlaps another tensor of the call. An input that is updated in place must
+/// have exactly the memory of its output.
 pub fn check_apart(given: &Given, made: &Made) -> Result<(), Error> {
     let Given { schema, values, .. } = given;
     let outputs = schema.outputs.iter();
@@ -101,7 +101,7 @@ pub fn check_apart(given: &Given, made: &Made) -> Result<(), Error> {
     Ok(())
 }
 
-/// Whether an input may be updated in place: a cache is its own output, or the past of one.
+/// Whether an input may be updated in place: it is the cache, or past_key or past_value.
 fn is_updated(input: TensorId, output: TensorId) -> bool {
     match output {
         TensorId::PresentKey => [output, TensorId::PastKey].contains(&input),
@@ -115,8 +115,8 @@ fn overlap(output: &'static str, other: &str, exactly: &str) -> Error {
     Error::invalid(output, got, format!("memory of its own{exactly}"))
 }
 
-/// Room for a problem's tensor, in ONNX Runtime's memory or where the caller of the session wants
-/// it; `None` where the problem or the node does not have it.
+/// The output that receives a problem's tensor, in ONNX Runtime's memory or where the session's
+/// caller wants it; `None` if the problem or the node lacks it.
 pub fn room(
     context: Context,
     given: &Given,

@@ -24,7 +24,8 @@ const ALIGNMENT: usize = 256;
 pub struct Cuda {
     gpu: Arc<Gpu>,
     allocator: Allocator,
-    /// Of the streams that the node has computed in, which its session has as long as the node.
+    /// Queues of the streams in which the node has computed. The session keeps the streams as long
+    /// as the node.
     queues: Mutex<Vec<Arc<Queue>>>,
 }
 
@@ -36,8 +37,8 @@ impl Cuda {
         Ok(Self { gpu, allocator, queues })
     }
 
-    /// Puts a call into the stream. Scratch memory goes back at once: ONNX Runtime gives memory of
-    /// a stream to what is behind in the same stream, or to what has waited for it.
+    /// Puts a call into the stream. Scratch memory is returned at once: ONNX Runtime hands memory
+    /// of a stream only to later work in the same stream, or to work that has waited for it.
     ///
     /// # Safety
     ///

@@ -221,7 +221,8 @@ impl Context {
         self.api.check(unsafe { get(self.context, &mut count) }).map(|()| count)
     }
 
-    /// Has ONNX Runtime's threads call a function so often, and waits for that.
+    /// Calls a function `count` times on ONNX Runtime's threads, and waits until all calls have
+    /// returned.
     ///
     /// # Safety
     ///

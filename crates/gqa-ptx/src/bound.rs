@@ -1,10 +1,10 @@
-//! Kernels whose waits end.
+//! Kernels whose waits have a time limit.
 //!
-//! A kernel waits for barriers in shared memory by asking again and again. Where what it waits for
-//! never comes, it hangs, and with it the program that launched it. [`bound`] writes a kernel that
-//! asks no longer than some time after it began and then goes on, with whatever is in memory: its
-//! results are wrong, but it ends. What tests a kernel on a GPU that it never ran on launches that
-//! text; all others launch the text as it is shipped, which this costs nothing.
+//! A kernel polls barriers in shared memory in a loop. If the awaited arrival never comes, the
+//! kernel hangs, and with it the program. [`bound`] changes the PTX so that a kernel stops polling
+//! some time after it began and continues with whatever is in memory: its results are wrong, but it
+//! ends. Only tests of kernels on GPUs on which they never ran launch this text. All other programs
+//! launch the shipped text, without any cost.
 
 use std::fmt::Write;
 
@@ -15,9 +15,9 @@ const ASKED: &str = "mbarrier.try_wait.";
 /// Its register.
 const DECLARED: &str = ".reg .pred done;";
 
-/// The text of a single kernel whose waits for barriers in shared memory end `nanoseconds` after a
-/// thread began, less than 4 seconds; as it is where there are none. Barriers of a whole CTA or
-/// cluster, which the hardware keeps, are waited for as before.
+/// Changes the text of a single kernel so that its waits for barriers in shared memory end
+/// `nanoseconds`, less than 4 seconds, after a thread began. A text without such waits is returned
+/// unchanged. Hardware barriers of a CTA or cluster have no limit.
 pub fn bound(ptx: &str, nanoseconds: u32) -> String {
     if !ptx.contains(ASKED) {
         return ptx.to_owned();

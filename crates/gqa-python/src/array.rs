@@ -68,12 +68,12 @@ pub struct Described {
 }
 
 impl Described {
-    /// Of an object that has `__dlpack__`. In memory of a GPU the array is what it is to become by
-    /// what its owner has enqueued once work in `stream` runs, a stream as DLPack counts them.
+    /// Describes an object that has `__dlpack__`. If the array is in GPU memory, work in `stream`,
+    /// a stream in DLPack's numbering, waits for the work that the array's owner has enqueued.
     ///
     /// # Errors
     ///
-    /// Unless it has that, and elements of a type that is known, which `allowed` names.
+    /// If it has no `__dlpack__`, or elements of an unknown type; `allowed` names the known ones.
     pub fn of(
         name: &str,
         object: &Bound<'_, PyAny>,

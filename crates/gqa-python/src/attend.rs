@@ -230,8 +230,8 @@ impl<T: Element> Call<T> {
         self.layer().external(call)
     }
 
-    /// Puts log-sum-exps of shape (heads, rows) where they belong: into (batch, heads, rows), or
-    /// (heads, rows of all sequences). Where a row sees no key there is its sink only.
+    /// Copies log-sum-exps of shape (heads, rows) into (batch, heads, rows) or (heads, rows of all
+    /// sequences). For a row that sees no key the result is its sink alone.
     fn store(&self, sequence: &Sequence, from: &[f32], to: &mut [f32]) {
         let (heads, rows) = (self.q.heads, sequence.rows);
         for (head, from) in from.chunks_exact(rows.max(1)).enumerate() {

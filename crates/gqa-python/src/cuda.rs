@@ -83,13 +83,14 @@ impl Gpu {
         Ok(plan.launches().len())
     }
 
-    /// Whether the plan for a call reads packed keys and values where they are.
+    /// Whether the plan for a call reads packed keys and values in place.
     fn reads_in_place(&self, py: Python<'_>, call: &Call) -> PyResult<bool> {
         in_place(py.detach(|| self.0.planner.plan(&call.0)))
     }
 
-    /// The plan for a call, with its kernels compiled: with the constants of its layer at once, or
-    /// once such calls were launched often. While a graph is `captured`, no kernel is tested.
+    /// The plan for a call, with compiled kernels. They are specialized for the layer's constants
+    /// at once, or after many launches of such calls. While a graph is `captured`, no kernel is
+    /// tested.
     #[pyo3(signature = (call, at_once = false, captured = false))]
     fn plan(&self, py: Python<'_>, call: &Call, at_once: bool, captured: bool) -> PyResult<Plan> {
         let gpu = Arc::clone(&self.0);
@@ -105,8 +106,8 @@ impl Gpu {
     }
 }
 
-/// What GPUs merge of each other, of (batch, rows, heads, size) and with log-sum-exps of these
-/// strides: a kernel on one of them.
+/// The merge of several GPUs' results of shape (batch, rows, heads, size), with log-sum-exps of
+/// these strides: the kernel on one GPU.
 #[pyclass(frozen)]
 pub struct Merge {
     gpu: Arc<OpenGpu>,
@@ -148,9 +149,9 @@ impl Merge {
     #[classattr]
     const MOST: usize = Exchange::MOST;
 
-    /// Puts it into a stream: `exchange` is the rank, the inboxes, pairs of a part, the state and
-    /// the word for ranks that are late, `tensors` the part with its log-sum-exps and the merged
-    /// ones; `timeout` is in microseconds.
+    /// Puts the merge into a stream. `exchange` has the rank, the inboxes, the pairs of a part, the
+    /// state, and the word for late ranks; `tensors` has the part, its log-sum-exps, and the merged
+    /// output and log-sum-exps. `timeout` is in microseconds.
     fn enqueue(
         &self,
         exchange: (usize, Vec<u64>, usize, u64, u64),
@@ -267,8 +268,8 @@ pub struct Call(Problem);
 
 #[pymethods]
 impl Call {
-    /// Attention to keys and values where they are; `values` is the head size of these, and
-    /// `padded` says whether only some of a sequence's rows are tokens.
+    /// Attention over given keys and values, read in place. `values` is the head size of values;
+    /// `padded` says whether some rows of a sequence are padding.
     #[staticmethod]
     #[expect(clippy::too_many_arguments, reason = "each is a number of the call")]
     #[pyo3(signature = (
@@ -346,7 +347,7 @@ impl Call {
             let rope = Rope::new(dim, positions);
             layer = layer.rope(if interleaved { rope.interleaved() } else { rope });
         }
-        // Bounds of flash-attn's callers are often larger than what they bound.
+        // Callers of flash-attn often pass bounds that are too large.
         let longest = longest.min(cache.1.saturating_mul(cache.2));
         let most_tokens = most_tokens.min(tokens);
         let most_tokens = if appended { most_tokens } else { most_tokens.min(longest) };
@@ -366,8 +367,8 @@ impl Call {
         layer.paged(call).map(Self).map_err(raised)
     }
 
-    /// Attention over packed keys and values where they are, `key_rows` of all sequences; `values`
-    /// is the head size of these.
+    /// Attention over packed keys and values, read in place; `key_rows` is the number of keys of
+    /// all sequences, `values` the head size of values.
     #[staticmethod]
     #[expect(clippy::too_many_arguments, reason = "each is a number of the call")]
     fn in_rows(

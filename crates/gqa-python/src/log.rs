@@ -3,8 +3,8 @@
 use gqa_host::Error;
 use gqa_host::plan::{PlanOptions, environment};
 
-/// Log lines go to stderr: warnings, or what `GQA_LOG` asks for. The first are of misspelt
-/// variables.
+/// Starts logging to stderr, at the level that `GQA_LOG` sets, warnings by default. First warns of
+/// misspelt variables.
 ///
 /// # Errors
 ///

@@ -29,9 +29,9 @@ pub struct Alibi {
     slopes: Vec<f32>,
     heads: usize,
     per_sequence: bool,
-    /// Whether a row before all keys counts from the first of them: from its own place they would
-    /// be so far that rounding leaves no difference. That is no matter to a softmax, unless it has
-    /// a sink.
+    /// Whether a row before all keys counts distances from the first key. Counted from its own
+    /// position, distances would be so large that rounding makes them equal. The shift does not
+    /// change a softmax without a sink.
     shifts: bool,
 }
 

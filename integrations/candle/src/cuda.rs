@@ -17,26 +17,27 @@ use std::collections::{HashMap, VecDeque};
 use std::rc::Rc;
 use std::sync::Arc;
 
-/// A stream of candle's, and what a thread's calls in it have in common.
+/// A stream of candle's, and the state that a thread's calls in it share.
 pub(crate) struct Gpu {
     device: Device,
     /// candle's, which lives as long as this.
     theirs: Arc<CudaStream>,
     ours: Stream,
     planner: Planner,
-    /// A thread's calls in one stream run one after the other, so that they share it.
+    /// Shared, because a thread's calls in one stream run one after the other.
     state: RefCell<State>,
 }
 
 /// Loaded plans and scratch memory.
 #[derive(Default)]
 struct State {
-    /// By the plan's address, which is that of another one only when this has let go of it.
+    /// Keyed by the plan's address. A loaded plan keeps its plan alive, so no other plan has that
+    /// address.
     loaded: HashMap<usize, LoadedPlan>,
     scratch: Option<CudaSlice<u8>>,
     /// Zero between calls.
     counters: Option<CudaSlice<u32>>,
-    /// What the GPU was told last, newest last.
+    /// The numbers uploaded last, newest last.
     numbers: VecDeque<(Vec<i32>, Rc<CudaSlice<i32>>)>,
 }
 

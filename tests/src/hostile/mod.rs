@@ -19,15 +19,15 @@ use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::{Duration, Instant};
 
-/// So many failures tell enough.
+/// Failures after which a run stops.
 const MOST_FAILURES: usize = 8;
-/// A longer call has a loop that depends on an unchecked number.
+/// A call that takes longer probably has a loop whose length depends on an unchecked number.
 const LONGEST: Duration = Duration::from_secs(20);
 
-/// Makes `calls` calls, of which a part is made without `PARITY_FULL`; as many as `PARITY_CASES`
-/// says, if it does. Each call follows from a seed alone: the first one from the seed that is
-/// printed or that `PROPTEST_RNG_SEED` gives, those behind it from the numbers behind it.
-/// `HOSTILE_TRACE` has the seed printed before each call, for where the process ends without words.
+/// Makes `calls` calls, or only a part of them without `PARITY_FULL`; `PARITY_CASES` overrides the
+/// number. Each call follows from a seed alone. The seeds are consecutive; the first one is
+/// printed, and `PROPTEST_RNG_SEED` sets it. With `HOSTILE_TRACE` the seed is printed before each
+/// call, in case the process ends without a message.
 ///
 /// # Panics
 ///

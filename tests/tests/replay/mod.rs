@@ -7,9 +7,9 @@ use gqa_host::plan::{DeviceInfo, PlanOptions, TensorId, plan};
 use gqa_host::{Problem, Result};
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// Captures the first problem, for sequences as long as the cache; replays it for that and for all
-/// that follow, which must be later steps of the same sequences. The cache is uploaded before the
-/// first replay only.
+/// Captures a graph of the first problem, planned for sequences as long as the cache, and replays
+/// it for that problem and all later ones, which must be later steps of the same sequences. The
+/// cache is uploaded only before the first replay.
 pub struct Replay {
     device: Device,
     stream: Stream,

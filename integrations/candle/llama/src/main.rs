@@ -1,6 +1,6 @@
 //! candle-transformers' own llama, as its users have it, with random weights of the shape of Llama
 //! 3.2 1B: prefill and decode with candle's own attention and, with feature `flash-attn`, with
-//! candle-flash-attn's functions. Whether these are gqa's is `[patch.crates-io]`'s to say.
+//! candle-flash-attn's functions. `[patch.crates-io]` decides whether these functions are gqa's.
 
 mod weights;
 

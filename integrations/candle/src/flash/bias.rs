@@ -1,4 +1,4 @@
-//! Numbers that are added to scores: ALiBi, and what a window does not say.
+//! Biases on scores: ALiBi, and masks that a window cannot express.
 
 use super::scores::{Scores, Sizes};
 use crate::cpu;

@@ -16,8 +16,8 @@ use gqa_host::{Problem, Strided, TensorView};
 /// Attention of query, key and value.
 pub(super) struct Dense {
     pub(super) scores: Scores,
-    /// Ranges of places within which rows see all keys, whatever the window says; then a bias says
-    /// all of what is seen.
+    /// Ranges of positions within which rows see all keys, regardless of the window. With ranges, a
+    /// bias decides which keys are visible.
     pub(super) ranges: Option<Vec<[i32; 2]>>,
 }
 

@@ -121,14 +121,14 @@ impl Paged {
         &self.table[b * self.per_sequence..][..self.per_sequence]
     }
 
-    /// Whether the cache is read where it is: what paged kernels know of windows suffices.
+    /// Whether paged kernels support the window, so that they can read the cache in place.
     fn in_place(&self, size: usize) -> bool {
         let known = matches!(self.scores.window[1], None | Some(0)) && self.ranges.is_none();
         let fits = self.starts.sequences().all(|[rows, keys]| rows.len() <= keys.len());
         known && fits && size.is_multiple_of(8)
     }
 
-    /// The problem of a call that reads the cache where it is.
+    /// The problem of a call that reads the cache in place.
     fn problem(&self, cache: Cache, dtype: gqa_host::DType) -> Result<Problem> {
         let heads = Heads { query: cache.heads, kv: cache.kv_heads, size: cache.size };
         let layer = Layer::new(dtype, heads);
@@ -150,7 +150,7 @@ impl Paged {
         layer.paged(call).map_err(ours)
     }
 
-    /// Reads the cache where it is.
+    /// Attention that reads the cache in place.
     fn run_in_place(
         &self,
         cache: Cache,
@@ -161,7 +161,8 @@ impl Paged {
         let output = cpu::view_mut("output", output)?;
         let problem = self.problem(cache, q.dtype())?;
         let Lengths { past, starts } = Lengths::of(&self.starts);
-        // The cache has all keys: none of the call's own goes anywhere, and none is looked at.
+        // The cache already has all keys: the call's own keys and values are dummies, with slot -1,
+        // that are not written or read.
         let slots = vec![-1; cache.rows];
         let none = cpu::zeros("k", dtype, &[cache.rows, cache.kv_heads, cache.size])?;
         let inputs = Tensors::default()
@@ -185,7 +186,7 @@ impl Paged {
         cpu::run(&problem, &mut io)
     }
 
-    /// Gathers each sequence's keys and values, and has a bias say what a window does not.
+    /// Gathers each sequence's keys and values; a bias expresses what a window cannot.
     fn gathered(&self, cache: Cache, [q, k, v]: [&Tensor; 3]) -> Result<Tensor> {
         let mut outputs = Vec::new();
         for (b, [rows, keys]) in
@@ -213,7 +214,7 @@ impl Paged {
     }
 }
 
-/// What paged kernels are told of sequences.
+/// The lengths of sequences, as paged kernels take them.
 struct Lengths {
     /// Keys before the rows of each.
     past: Vec<i32>,

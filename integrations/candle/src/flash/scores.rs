@@ -1,4 +1,4 @@
-//! What becomes of scores, and the problem that this makes.
+//! Scale, softcap, window and ALiBi of a call, and the problem that follows.
 
 use crate::attention::element_type;
 use crate::error::{invalid, ours};
@@ -82,8 +82,8 @@ fn four(layout: &Layout) -> Option<[usize; 4]> {
 }
 
 impl Scores {
-    /// The problem of sequences whose keys and values are all there are. With `bias`, of shape
-    /// (1, `bias` heads, rows, keys), that is added to scores.
+    /// The problem of attention over given keys and values, without a cache. With `bias`, a tensor
+    /// of shape (1, `bias` heads, rows, keys) is added to scores.
     pub(super) fn problem(
         &self,
         dtype: DType,

@@ -42,7 +42,7 @@ impl Starts {
         ranges(&self.rows).into_iter().zip(ranges(&self.keys)).map(|(rows, keys)| [rows, keys])
     }
 
-    /// Rows of all sequences; errs unless there are as many, or more, which are of no sequence.
+    /// Rows of all sequences; errs if the tensor has fewer. Further rows belong to no sequence.
     pub(super) fn check_rows(&self, rows: usize) -> Result<usize> {
         check_end("seqlens_q", &self.rows, rows)
     }

@@ -1,5 +1,5 @@
-//! Calls with few or no rows and keys, of the list that all doors are tested with:
-//! `tests/cases/doors`, whose page says what its fields mean.
+//! Calls with few or no rows and keys. The list in `tests/cases/doors` is shared by the tests of
+//! all interfaces; its page explains the fields.
 
 use crate::devices::on_each;
 use crate::refusal::refusal;
