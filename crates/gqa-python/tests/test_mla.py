@@ -220,7 +220,7 @@ class Drawn:
         self.pick, self.noise = random.Random(seed), torch.Generator(device).manual_seed(seed)
         self.device = {"device": device}
         pick, is_small = self.pick.choice, device == "cpu"
-        # A kernel is compiled at the first call of its kind, so that most calls are DeepSeek's.
+        # Most calls have DeepSeek's sizes, because other sizes take time to compile kernels for.
         sizes = [(576, 512)] * 6 + [(192, 128), (72, 64), (64, 64), (80, 16)]
         self.size, self.values = pick(sizes[-4:] * 2 + sizes[:1] if is_small else sizes)
         types = ["bfloat16", "bfloat16", "float16", "float32"]

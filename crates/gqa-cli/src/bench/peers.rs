@@ -45,7 +45,8 @@ impl Peers {
         serde_json::from_slice(&text).with_context(name)
     }
 
-    /// Ceilings that the file has take the place of vendors' figures, and of slower ones.
+    /// Replaces vendors' figures by the ceilings in the file, and measured ones if the file has
+    /// faster ones.
     pub fn raise(&self, ceilings: &mut Ceilings) {
         if let Some(half) = &self.ceilings.half {
             ceilings.half = half.clone();

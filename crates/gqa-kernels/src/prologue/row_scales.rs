@@ -44,9 +44,9 @@ impl<T: Element> NewRow<T> {
     }
 }
 
-/// Calls `write` with this lane's part of each new row, `row`'s second result, and the bits of the
-/// row's greatest magnitude. `row` maps an index of a space of size `size`, whose last dimension is
-/// the lane, to a row.
+/// Walks an index space of size `size`, whose last index is the lane. `row` maps an index to the
+/// lane's part of a new row and a place. Calls `write` with both, and with the bits of the row's
+/// greatest magnitude.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn each_row<T: Element, R>(
     size: [u32; 4],

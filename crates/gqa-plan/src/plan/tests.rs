@@ -1777,7 +1777,7 @@ fn lengths_divide_the_keys_of_steps() {
     for (i, (p, options)) in others.iter().enumerate() {
         assert_eq!(parts(p, options).0, 0, "call {i}");
     }
-    // Where little can be lost, they are divided whatever the cache has room for.
+    // If dividing can lose little time, keys are divided whatever the size of the cache.
     assert_eq!(parts(&step(32, 32_768, 32_768), &off).0, 33);
 }
 

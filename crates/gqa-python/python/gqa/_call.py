@@ -1,4 +1,4 @@
-"""What describes a call, for the functions of flash-attn and what computes them."""
+"""The description of a call, passed from flash-attn's functions to the code that computes it."""
 
 from typing import Any, NamedTuple
 

@@ -77,7 +77,7 @@ def plain(tensor: Any) -> Any:
 
 
 def check_in_memory(name: str, tensor: Any) -> None:
-    """Errs where what is written to a tensor would go into such a copy."""
+    """Errs where an output tensor is such a copy, so that results would be lost."""
     if _is_torch(tensor) and plain(tensor) is not tensor:
         allowed = "a tensor whose memory holds its numbers, as resolve_neg() makes it"
         raise invalid(name, "a view that torch negates as it reads", allowed)

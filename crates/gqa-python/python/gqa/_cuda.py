@@ -79,7 +79,7 @@ def dense(
     _check(q, {"k": k, "v": v}, 4, any_values=True)
     if k.shape[0] != q.shape[0]:
         raise invalid("k", f"{k.shape[0]} entries", f"{q.shape[0]}, the batch of q")
-    # Where nothing is kept, to make the tables costs more than one launch less brings.
+    # If nothing is cached, making the tables costs more than saving one launch gains.
     cache = Cache(k, v)
     may_step = mask is None and q.shape[1] == 1 and k.shape == v.shape and keeps()
     if may_step and _reads_blocks(q, cache, scores):
@@ -158,7 +158,7 @@ def with_kvcache(
         for name, tensor in zip(("k_cache", "v_cache"), cache.pair()):
             check_in_memory(name, tensor)
         new = _new(q, new, cache.keys, places.table)
-    # What is wrong with them is found before anything is written.
+    # They are checked before anything is written.
     _sinks(scores, q), _slopes(scores, q.shape[0], q.shape[2])
     tree = None if tree is None else _aligned(tree.to(q.device))
     names = "k_cache", "v_cache"
@@ -467,7 +467,7 @@ def _starts(
     lengths = None
     if used is not None:
         lengths = _integers("seqused_k", used, device, (shape[0] - 1,))
-    # Only the GPU knows the longest one: to ask for it waits.
+    # Only the GPU knows the longest length: reading it waits for the GPU.
     rows = int(of_q.diff().max()) if most[0] is None else most[0]
     keys = most[1]
     if keys is None:
@@ -677,7 +677,7 @@ def _out_of_blocks(
     """Gathers the keys and values of each sequence from its blocks. Also returns the lengths, and a
     mask (batch, keys) of keys in blocks outside of the cache, or None if there are none."""
     count, size = cache.keys.shape[:2]
-    # Of a single row only a window to the left says which keys it sees.
+    # For a single row only a window to the left limits the visible keys.
     is_bound = scores.window[0] >= 0 or scores.window[1] >= 0 and q.shape[1] > 1
     if table.shape[1] == 1 or not (is_bound or scores.slopes is not None or has_tree):
         # Where in the sequence a key is does not matter, or the sequence has all or none.
@@ -1044,12 +1044,12 @@ def _on_device(places: Places, q: Tensor, k_cache: Tensor) -> Places:
 
 
 def _advances(scores: Scores) -> bool:
-    """Whether queries rotate to the places of the new tokens, rather than all to the first one."""
+    """Whether queries rotate to the new tokens' positions, rather than all to the first one."""
     return scores.window != (-1, -1)
 
 
 def _rotates(rope: Rope | None, rows: int, scores: Scores) -> bool:
-    """Whether kernels rotate queries to where this call wants them."""
+    """Whether kernels can rotate queries to the positions that this call needs."""
     return rope is None or (rows == 1 or _advances(scores)) and rope[0].shape[1] % 8 == 0
 
 
@@ -1061,7 +1061,7 @@ def _is_of_last_rows(
     scores: Scores,
     tree: Tensor | None,
 ) -> bool:
-    """Whether each row is a key's, one of its sequence's last, in a cache to be read as blocks."""
+    """Whether the rows are the tokens of their sequence's last keys, in a cache read as blocks."""
     rows = q.shape[1]
     if new is not None:
         return bool(new[0].shape[1] == rows)
@@ -1104,7 +1104,7 @@ def _over_blocks(
         call = call._replace(longest=min(call.longest, rope[0].shape[0]))
     call = _with_schedule(call, schedule)
     kept = None
-    # Where entries are picked the table depends on what is in an argument.
+    # If cache entries are selected by an argument, the table depends on its contents.
     if step is not None and places.entries is None:
         kept = *step, [call.starts] if table is not None else [call.starts, call.table]
     return _of_batch(q, cache, new, rope, call, scores, want_lse, tree, kept, out)
@@ -1151,7 +1151,7 @@ def _over_rows(
     tree: Tensor | None,
     out: Tensor | None,
 ) -> _Results:
-    """Appends by torch's functions, and attends to what the cache has then."""
+    """Appends by torch's functions, then attends to the cache."""
     lengths, shortest, outside = places.lengths, 0, None
     entries, capacity = cache.keys.shape[:2]
     table = places.table

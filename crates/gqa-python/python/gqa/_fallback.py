@@ -1,4 +1,4 @@
-"""What attention's kernels do not do, by torch's functions."""
+"""Features that the attention kernels lack, by torch's functions."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ def alibi(
 
 
 def put(out: Tensor | None, result: Tensor) -> Tensor:
-    """A result, in the output of a caller's where there is one."""
+    """A result, copied into the caller's output if there is one."""
     return result if out is None else out.copy_(result)
 
 
@@ -229,7 +229,7 @@ def merge(outputs: Sequence[Tensor], log_sum_exps: Sequence[Tensor]) -> tuple[Te
     top = lses.amax(0).clamp(min=torch.finfo(lses.dtype).min)
     weights = torch.exp(lses - top)
     total = weights.sum(0)
-    # Where no part counts all weights are 0, and so is what they are divided by.
+    # If no part has a key, all weights are 0, and so is their sum, the divisor.
     weights = (weights / total.clamp(min=1)).transpose(-1, -2).unsqueeze(-1)
 
     def merged(first: int) -> Tensor:

@@ -384,7 +384,7 @@ def _earlier(
 
 
 def _step(key: Any, arguments: tuple[Any, ...]) -> dict[str, Any]:
-    """The key of a call, and its tensors, for a backend that keeps what is like them."""
+    """The key of a call, and its tensors, for a backend that caches plans of similar calls."""
     return {} if key is None else {"step": (key, arguments)}
 
 
@@ -513,7 +513,7 @@ def _check_places(places: Places) -> None:
 
 
 def _check_tree_mask(words: Array | None, q: Array, scores: Scores) -> None:
-    """Errs where which rows see which is not said for q's, or not by that alone."""
+    """Errs where a tree mask does not fit q, or the call has another mask beside it."""
     if words is None:
         return
     expected = tuple(q.shape[:2])

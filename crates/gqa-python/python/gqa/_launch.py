@@ -1,4 +1,4 @@
-"""Plans of calls on an NVIDIA GPU, and how they get into torch's current stream."""
+"""Plans of calls on an NVIDIA GPU, and their launch into torch's current stream."""
 
 import contextlib
 import functools
@@ -33,7 +33,7 @@ _keeping = _Keeping()
 
 @contextlib.contextmanager
 def nothing_kept() -> Iterator[None]:
-    """For calls in memory that somebody else counts, as torch.compile does that of its graphs."""
+    """For calls whose memory another library tracks, as torch.compile does for its graphs."""
     before, _keeping.is_on = _keeping.is_on, False
     try:
         yield
@@ -42,12 +42,12 @@ def nothing_kept() -> Iterator[None]:
 
 
 def keeps() -> bool:
-    """Whether they are, or a graph that is captured may have those that are."""
+    """Whether tensors are kept, or a graph that is being captured may use kept ones."""
     return _keeping.is_on
 
 
 class Planned(NamedTuple):
-    """A plan, with what every call asks of it."""
+    """A plan, with the values that every call reads from it."""
 
     plan: _gqa.Plan
     tensors: list[str]
@@ -76,7 +76,7 @@ def _remembered(known: dict[Any, _T], key: Any, make: Callable[[], _T]) -> _T:
 
 
 def _of_call(make: Callable[[_gqa.Gpu, _gqa.Call], _T]) -> Callable[..., _T]:
-    """What make returns of a GPU's number and a call, for a call of that kind; it is kept."""
+    """Caches make(GPU number, call) for calls of that kind."""
     known: dict[Any, _T] = {}
 
     def made(kind: str, q: Tensor, kv_heads: int, scores: Scores, *numbers: Any) -> _T:
@@ -183,7 +183,7 @@ def _counters_of(planned: Planned, device: torch.device, stream: int) -> Tensor 
         return torch.zeros(planned.counters, dtype=torch.int32, device=device)
     known = _counters.get((device.index, stream))
     if known is None or known.numel() < planned.counters:
-        # A call of another thread holds those that it took, which these replace.
+        # A call in another thread that still uses the old counters keeps them alive.
         count = max(planned.counters, _LEAST_COUNTERS)
         known = torch.zeros(count, dtype=torch.int32, device=device)
         _counters[device.index, stream] = known
@@ -203,7 +203,7 @@ def _kept(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
         place = device.index, *key
         if torch.cuda.is_current_stream_capturing():
             earlier = in_graphs.get(place, newest.get(place))
-            # It lasts as long as the graph may.
+            # Kept as long as the graph may exist.
             return make(device, *key) if earlier is None else in_graphs.setdefault(place, earlier)
 
         def of_this_stream() -> Tensor:
@@ -212,7 +212,7 @@ def _kept(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
         if len(newest) >= _MOST_PLANS:
             newest.clear()
-        # Work of other streams may not see what this one's has not yet written.
+        # Work in other streams must not read what this stream has not written yet.
         return _remembered(known, (current_stream(device.index), *place), of_this_stream)
 
     return made

@@ -14,7 +14,7 @@ merge = _fallback.merge
 
 
 def check_output(out: Tensor, read: dict[str, Any]) -> None:
-    """What is in a graph has no address yet, and is copied to the output there."""
+    """Results in a graph have no address yet: they are copied to the output."""
 
 
 def dense(
@@ -77,7 +77,7 @@ def _flat(scores: Scores) -> tuple[Any, ...]:
 
 
 def _computed(name: str, q: Tensor, *arguments: Any, **others: Any) -> Tuple[Tensor, Tensor]:
-    """What that function of q's backend gives. Operators have no results that may be missing."""
+    """The results of a function of q's backend. An operator's results are never optional."""
     with _launch.nothing_kept():
         out, lse = getattr(_flash.backend(q), name)(q, *arguments, **others)
     return out, out.new_empty(0, dtype=torch.float32) if lse is None else lse

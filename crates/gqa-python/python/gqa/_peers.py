@@ -1,4 +1,4 @@
-"""Merges of what GPUs of one host attend to, through memory that they map of each other."""
+"""Merges attention results of several GPUs of one host, through memory mapped by all of them."""
 
 import functools
 import platform
@@ -38,13 +38,13 @@ class Peers:
         self._rank = dist.get_rank(group)
         # A graph that was captured has the memory of earlier ones.
         self._exchanges = [exchange]
-        # A bit for each rank that a merge has waited for in vain; kernels write it.
+        # A bit for each rank for which a merge has timed out; kernels write it.
         self._late = torch.zeros(1, dtype=torch.int32, pin_memory=True)
         self._stream: int | None = None
         self._timeout = 0.0
 
     def check(self) -> None:
-        """Errs where a merge that has ended waited for a rank in vain."""
+        """Errs where a finished merge has timed out waiting for a rank."""
         late = int(self._late[0])
         if late != 0:
             ranks = [str(rank) for rank in range(_gqa.Merge.MOST) if late >> rank & 1]
@@ -172,7 +172,7 @@ def _has_symmetric_memory() -> bool:
 
 
 def _boot() -> str:
-    """What tells hosts of one name apart, where there is such a thing."""
+    """An identity of the host, because several hosts may have one name; empty if unknown."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             return file.read().strip()
@@ -215,7 +215,7 @@ def _made(group: Any, device: torch.device, capacity: int) -> _Exchange | None:
         owners.append(handle)
         return True
 
-    # Nobody sends before every rank's memory is zero, and mapped by all.
+    # No rank sends before the memory of all ranks is zero, and mapped by all.
     if not _all(group, meet):
         return None
     state = torch.zeros(_gqa.Merge.STATE_BYTES // 4, dtype=torch.int32, device=device)

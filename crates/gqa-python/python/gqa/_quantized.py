@@ -1,4 +1,4 @@
-"""Quantized KV caches in torch's tensors: what they hold, and what that is multiplied by."""
+"""Quantized KV caches in torch's tensors: formats and scales."""
 
 from typing import Any, NamedTuple, Optional
 
@@ -125,7 +125,7 @@ def scaled(cache: Cache, size: int, descales: tuple[Any, Any]) -> Cache:
 def _scale(
     name: str, scale: Any, sizes: tuple[int, int], device: torch.device
 ) -> tuple[str, Tensor]:
-    """What it is for, and the scale where kernels can read it."""
+    """The granularity of the scale, and the scale in memory that kernels can read."""
     if scale is None:
         return "tensor", ones(device)
     heads, size = sizes
@@ -146,7 +146,7 @@ def _scale(
 
 
 def _per(scale: Tensor, heads: int, size: int) -> str | None:
-    """What a scale is for that has these strides, or None."""
+    """The granularity of a scale with these strides, or None."""
     shape, strides = tuple(scale.shape), scale.stride()
     moves = [stride if n > 1 else 0 for n, stride in zip(shape, strides)]
     if scale.numel() > 0 and not any(moves) and shape[-1:] in ((), (1,), (heads,)):

@@ -14,7 +14,7 @@ _MOST_STEPS = 4096
 _NUMBERS = {type(None), bool, int, float}
 # Tensors of a call, or None.
 Arguments = tuple[Optional[Tensor], ...]
-# Layouts of a call's tensors, and where these are.
+# Layouts and addresses of a call's tensors.
 _Read = tuple[Any, Sequence[int]]
 
 
@@ -38,7 +38,7 @@ _steps: dict[Any, _Step] = {}
 
 
 def _read_in_python(arguments: Arguments, gradients: bool) -> _Read | None:
-    """What _gqa.Layouts reads, for a torch that is too old for it."""
+    """Does in Python what _gqa.Layouts does, for a torch that is too old for that."""
     layouts: list[Any] = []
     addresses: list[int] = []
     together = 0

@@ -1,4 +1,4 @@
-"""What arguments of the package's functions are."""
+"""Types of the arguments of the package's functions."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, SupportsFloat, SupportsIndex, Union
@@ -20,7 +20,7 @@ class Array(Protocol):
     def __dlpack_device__(self) -> Callable[..., Any]: ...
 
 
-# A number that is that of every sequence, or one for each.
+# One number for all sequences, or a number for each.
 Integers = Union[SupportsIndex, Sequence[int], Array]
 Number = Union[float, SupportsFloat]
 # Keys that a row sees before its place and behind it.

@@ -73,7 +73,7 @@ def context_parallel_decode(
         cache_seqlens=cache_seqlens,
         block_table=block_table,
         softmax_scale=softmax_scale,
-        # Every row sees all that other ranks have.
+        # Every row sees all keys of other ranks.
         causal=is_newest,
         softcap=softcap,
         return_softmax_lse=True,

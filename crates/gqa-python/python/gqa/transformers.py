@@ -12,7 +12,7 @@ from gqa._errors import invalid
 if TYPE_CHECKING:
     from torch import Tensor
 
-# What models hand on that no attention computes with, or that masks say.
+# Arguments that models pass on but that have no effect here, or that the mask already expresses.
 _WITHOUT_EFFECT = frozenset(
     """
     cache cache_position deterministic input_ids inputs_embeds logits_indices logits_processor_args
@@ -104,7 +104,7 @@ def attention(
     """
     _check_others(others)
     if cu_seq_lens_q is not None and isinstance(others.get("cu_seq_lens_k"), dict):
-        # What is made there for a mask takes all sequences for one.
+        # The mask that transformers makes here treats all sequences as one.
         key, value = _cached(module, key, value, others)
         attention_mask = None
     scores = {"softcap": softcap, "s_aux": s_aux, "sinks": sinks}
@@ -170,7 +170,7 @@ def _dense(
     """Attention of sequences of one length."""
     rows, keys, batch = query.shape[2], key.shape[2], max(query.shape[0], key.shape[0])
     if mask is not None:
-        # It says all: what is causal, and windows, too.
+        # The mask is complete: it includes causality and windows.
         mask, causal = mask[..., :keys].expand(-1, -1, rows, -1), False
     elif causal and 1 < rows < keys:
         # A prompt in an empty static cache: no row but the first ones has a token.

@@ -55,7 +55,8 @@ pub(crate) fn shortage(block: &Block) -> Option<FaultKind> {
     Some(FaultKind::RegisterPool { warpgroup: warpgroup as u32, wanted, free })
 }
 
-/// All warps of the warpgroup have arrived; it stays held while the pool has too few registers.
+/// All warps of the warpgroup have arrived. The warpgroup is held while the pool has too few
+/// registers.
 pub(super) fn change(block: &mut Block, warpgroup: usize, change: Change) -> Checked {
     let pool = &mut block.hopper.pool;
     let has = pool.per_thread[warpgroup];

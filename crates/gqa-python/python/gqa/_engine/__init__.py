@@ -1,1 +1,1 @@
-"""What the backends of serving engines share."""
+"""Code that the backends of serving engines share."""

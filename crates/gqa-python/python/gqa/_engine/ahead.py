@@ -33,7 +33,7 @@ def begin(asked: tuple[Any, ...], most: Limits) -> list[Future[Planned]]:
 
 
 def planned(calls: Iterable[tuple[Any, ...]]) -> list[Future[Planned]]:
-    """Has threads plan calls, which are what the planner is asked."""
+    """Plans calls in background threads; the calls are the planner's arguments."""
     pool = ThreadPoolExecutor(_THREADS, "gqa-ahead")
     try:
         return [pool.submit(plan, *asked) for asked in calls]

@@ -119,7 +119,7 @@ class Call:
 
 
 def place(stream: int) -> tuple[int, bool]:
-    """What is allocated in a stream is free behind its work; what is in a graph is the graph's."""
+    """Memory allocated in a stream is free after the stream's work; a graph keeps its memory."""
     return stream, torch.cuda.is_current_stream_capturing()
 
 
@@ -155,7 +155,7 @@ def prepared(step: Step, given: Given, most_scratch: int, stream: int) -> Call:
 
 
 def asked(step: Step, given: Given) -> tuple[Any, ...]:
-    """What the planner is told of a step for layers like this one."""
+    """The planner's arguments for a step of layers like this one."""
     call = _sequences(step, _whole(step), given.cache.keys.shape[1])
     return _cuda._asked(given.query, given.cache, None, None, call, given.scores, False)
 
@@ -232,7 +232,7 @@ def part_of(
 
 
 def addresses(planned: Planned, tensors: _launch.Tensors) -> list[int]:
-    """Those of a plan's tensors, in its order."""
+    """Addresses of a plan's tensors, in its order."""
     return [tensors[name].data_ptr() for name in planned.tensors]
 
 

@@ -1,4 +1,4 @@
-"""What SGLang asks of an attention backend."""
+"""SGLang's interface of an attention backend."""
 
 import itertools
 from dataclasses import dataclass

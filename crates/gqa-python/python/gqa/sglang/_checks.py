@@ -1,4 +1,4 @@
-"""What the backend does not take, by the names that users and SGLang have for it."""
+"""Features that the backend does not support, by their names in SGLang."""
 
 from typing import Any
 
@@ -75,7 +75,7 @@ def check_buffer(buffer: Any, layer: Any, elements: Any) -> None:
 
 
 def check_options(options: dict[str, Any]) -> None:
-    """Errs unless what a layer asks for beside the usual is nothing."""
+    """Errs where a layer asks for an unsupported feature."""
     for name, given in options.items():
         if given is not None and given is not False:
             raise invalid(name, type(given).__name__, "None")

@@ -14,7 +14,7 @@ _kinds: dict[Any, object] = {}
 
 
 class Layer:
-    """Found out when it is first run, and again where its KV cache or its scales are others."""
+    """Determined at the first run, and again if its KV cache or its scales change."""
 
     def __init__(self, layer: Any, is_windowed: bool, is_chunked: bool) -> None:
         check_layer(layer, is_chunked)
@@ -32,7 +32,7 @@ class Layer:
         self.kind: object
 
     def settle(self, query: Tensor, pool: Any, page: int, sinks: Optional[Tensor]) -> None:
-        """Finds out what the layer's plans depend on."""
+        """Determines the properties that the layer's plans depend on."""
         layer = self._layer
         keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
         settled = keys.data_ptr(), keys.shape[0], sinks is None

@@ -320,7 +320,7 @@ class Impl(AttentionImpl):
         return output.fill_(0)
 
     def _settle(self, layer: Any, query: Tensor, halves: Halves) -> None:
-        """Finds out what the layer's plans depend on."""
+        """Determines the properties that the layer's plans depend on."""
         if self._scores is None:
             sinks = None if self.sinks is None else self.sinks.detach()
             if sinks is not None:
@@ -417,7 +417,7 @@ _begun: set[object] = set()
 
 
 def _halves(kv_cache: Tensor, size: int) -> Halves:
-    """They are found once for a tensor, and kept with it, no longer than it lasts."""
+    """Keys and values of a cache, found once per tensor and stored as its attribute."""
     found: Optional[Halves] = getattr(kv_cache, "_gqa_halves", None)
     if found is None or found.addresses[0] != kv_cache.data_ptr():
         rows = kv_cache.transpose(1, 2)

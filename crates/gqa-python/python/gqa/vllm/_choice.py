@@ -1,4 +1,4 @@
-"""What vLLM knows by this package's name: a backend for each kind of layers."""
+"""The class that vLLM registers by this package's name: it chooses the backend for a layer."""
 
 import logging
 from typing import Any, ClassVar

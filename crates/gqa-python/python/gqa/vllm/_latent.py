@@ -229,7 +229,7 @@ class LatentImpl(MLACommonImpl):
 
 
 def _check_plain(**named: Any) -> None:
-    """Errs where a layer has what changes scores or shares a cache."""
+    """Errs where a layer has features that change scores, or shares a cache."""
     for argument, given in named.items():
         if given is not None:
             raise invalid(argument, given, "None in an MLA layer")
