@@ -149,7 +149,7 @@ fn values_of_another_head_size_are_explained() -> Result {
     let prefill = "explain --heads 16 --kv-heads 16 --head-size 192 --query-length 2048";
     for (command, printed) in [
         (paged.as_str(), ["gqa_latent_bf16", "values are the leading 512 elements of keys"]),
-        (latent, ["gqa_latent_mma_bf16_r16", "values are the leading 512 elements of keys"]),
+        (latent, ["gqa_latent_mma_bf16_r32", "values are the leading 512 elements of keys"]),
         (&format!("{paged} --device rtx4090"), ["gqa_latent_mma_bf16_r32", "leading 512 elements"]),
         (&format!("{paged} --kv-cache float8"), ["gqa_latent_float8_bf16", "float8e4m3fn"]),
         (&format!("{prefill} --value-size 128"), ["gqa_hopper_bf16_d192_v128", "of size 128"]),
