@@ -31,8 +31,8 @@ pub(super) trait Family: Sync {
         false
     }
 
-    /// Whether, over a paged KV cache, it follows a launch that appends all new rows, also where it
-    /// takes all sequences, and reads queries that this has rotated.
+    /// Whether it takes all sequences of a paged call, behind a launch that appends their new rows
+    /// and rotates their queries.
     fn follows_append(&self) -> bool {
         false
     }

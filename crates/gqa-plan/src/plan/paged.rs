@@ -11,8 +11,8 @@
 //! | `paged_scatter`: output rows, and log-sum-exps, to their tokens | | | unless every sequence has one token, and no log-sum-exps are wanted |
 //! | `paged_gaps`: rows anew of sequences whose tables lead outside of the cache, or that have fewer keys than tokens | | where the cache holds quantized values, or by kernels that take tokens before all keys for padding | always |
 //!
-//! Families for which [`follows_append`](super::family::Family::follows_append) is true read queries
-//! that `paged_append` leaves rotated in scratch.
+//! Families for which [`follows_append`](super::family::Family::follows_append) is true take all
+//! sequences, behind `paged_append`, which leaves rotated queries in scratch.
 //!
 //! Packed keys and values are a cache of consecutive rows. `hopper_paged` and `blackwell_paged` read
 //! these where they are; the last column has all other kernels, unless values lie unlike their keys.
@@ -60,19 +60,14 @@ pub(super) fn compose(
     for attention in &by_themselves {
         launches.extend(attention.launches(device, rows, false, scratch)?);
     }
-    // Queries where some kernels of a call find them rotated.
-    let mut rotated = rows;
-    let rotates = others.iter().any(|attention| attention.reads_rotated(problem));
-    if (appends || rotates)
-        && let Some(first) = others.first()
-    {
+    let mut rows = rows;
+    if appends && let Some(first) = others.first() {
         let least = if by_themselves.is_empty() { 0 } else { first.task.least };
         let prologue = Prologue::new(problem, pages, rows)?;
-        let mut moved = Arg::Null;
-        if rotates {
-            rotated.query = prologue.rotated_queries(scratch)?;
-            moved = rotated.query.arg;
+        if first.reads_rotated(problem) {
+            rows.query = prologue.rotated_queries(scratch)?;
         }
+        let moved = if first.reads_rotated(problem) { rows.query.arg } else { Arg::Null };
         launches.push(prologue.append(moved, least, device)?);
     }
     let of_codes = others.iter().find(|attention| attention.reads_dequantized(problem));
@@ -84,7 +79,6 @@ pub(super) fn compose(
     }
     for attention in &others {
         let follows_concurrent = launches.last().is_some_and(|launch| launch.concurrent);
-        let rows = if attention.reads_rotated(problem) { rotated } else { rows };
         let own = attention.launches(device, rows, follows_concurrent, scratch)?;
         match &numbers {
             Some(numbers) if attention.reads_dequantized(problem) => {

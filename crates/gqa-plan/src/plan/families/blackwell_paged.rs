@@ -1,5 +1,5 @@
 //! `blackwell_paged`: `blackwell` over a paged KV cache, or over packed keys and values. A launch
-//! ahead appends, and rotates queries.
+//! ahead appends; nothing rotates.
 
 use super::blackwell::{can_do, fills_tiles};
 use super::hopper::boxes;
@@ -36,10 +36,6 @@ impl Family for BlackwellPaged {
         true
     }
 
-    fn follows_append(&self) -> bool {
-        true
-    }
-
     fn options(&self) -> &'static [PlanOption] {
         &[PlanOption::DisableFlashAttention, PlanOption::DisableFusedKv]
     }
@@ -51,6 +47,10 @@ impl Family for BlackwellPaged {
         let is_packed = p.pages.is_some_and(|pages| pages.consecutive && pages.blocks > 0);
         if !is_packed {
             requirements::blocks_of(p, kernels::LEAST_BOX)?;
+        }
+        // TMA loads queries as they are.
+        if p.rotary.is_some() {
+            return Err(Rejection::Argument { name: "cos_cache" });
         }
         let entry = select::smallest(self, call)?;
         can_do(call, entry)?;
