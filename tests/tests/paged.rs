@@ -92,11 +92,13 @@ fn mixed_batches() {
 }
 
 /// Of these calls, such as the forced kernel takes.
-fn in_place_by(options: &PlanOptions, cases: BoxedStrategy<PagedCase>) -> BoxedStrategy<PagedCase> {
-    let options = options.clone();
-    let is_taken = move |case: &PagedCase| {
-        plan(&case.problem().expect("legal"), &DeviceInfo::h200(), &options).is_ok()
-    };
+fn in_place_by<C: Parity + 'static>(
+    options: &PlanOptions,
+    device: &DeviceInfo,
+    cases: BoxedStrategy<C>,
+) -> BoxedStrategy<C> {
+    let (options, device) = (options.clone(), device.clone());
+    let is_taken = move |case: &C| plan(&case.problem().expect("legal"), &device, &options).is_ok();
     cases.prop_filter("the kernel takes it", is_taken).boxed()
 }
 
@@ -130,8 +132,11 @@ fn long_sequences_in_parts() {
             ..case
         };
         let options = PlanOptions { force: Some(name), ..PlanOptions::default() };
-        let cases =
-            in_place_by(&options, paged_long(steps, rows..=rows + 300).prop_map(of).boxed());
+        let cases = in_place_by(
+            &options,
+            &DeviceInfo::h200(),
+            paged_long(steps, rows..=rows + 300).prop_map(of).boxed(),
+        );
         let sim = Sim::default().with_options(options);
         parity(&format!("sim, parts, {name}"), 4, cases.clone(), &sim);
         parity(&format!("sim, parts, gaps, {name}"), 2, with_gaps(cases), &sim);
@@ -226,7 +231,7 @@ fn a_long_sequence_in_many_parts() {
     };
     let cases = paged_long(steps(8), 9000..=9600).prop_map(of).boxed();
     let sim = Sim::default().with_options(options.clone());
-    parity("sim, many parts", 4, in_place_by(&options, cases), &sim);
+    parity("sim, many parts", 4, in_place_by(&options, &DeviceInfo::h200(), cases), &sim);
 }
 
 /// Decode steps that divide the keys of all sequences by their lengths: with places for many parts
@@ -390,6 +395,48 @@ fn prompts_on_ampere() {
     }
 }
 
+/// Sequences of any length, in blocks, some of them outside of the cache, by kernels with tensor
+/// memory. Their queries are rotated ahead.
+#[test]
+fn prompts_with_tensor_memory() {
+    let b200 = known("b200");
+    for (name, dtype, sizes) in [
+        ("gqa_blackwell_paged_f16_d64", DType::F16, [16, 40, 64]),
+        ("gqa_blackwell_paged_bf16_d128", DType::BF16, [72, 104, 128]),
+        ("gqa_blackwell_paged_f16_d192_v128", DType::F16, [64, 96, 128]),
+    ] {
+        let force = PlanOptions { force: Some(name), ..PlanOptions::default() };
+        let sim = Sim::default().with_device(b200.clone()).with_options(force.clone());
+        let unchecked = Unchecked(Sim::default().with_device(b200.clone()), force.clone());
+        let sizes = || prop::sample::select(sizes.to_vec()).boxed();
+        let of = |rows| paged_prompts(case(Just(dtype).boxed(), sizes(), 24), rows);
+        let prompts = |rows| in_place_by(&force, &b200, with_some_lse(of(rows)));
+        parity(&format!("sim, {name}"), 12, prompts(100), &sim);
+        parity(&format!("sim, {name}, more rows"), 4, prompts(500), &sim);
+        let gaps = in_place_by(&force, &b200, with_gaps(with_some_lse(of(200))));
+        parity(&format!("sim, {name}, with gaps"), 12, gaps, &sim);
+        let reads = |tokens| paged_reads(Just(dtype).boxed(), &[64, 128], tokens);
+        let of_calls = |calls| in_place_by(&force, &b200, calls);
+        parity(&format!("sim, {name}, reads"), 12, of_calls(reads(150)), &sim);
+        let gaps = of_calls(reads_with_gaps(reads(150)));
+        parity(&format!("sim, {name}, reads with gaps"), 8, gaps, &sim);
+        let bounds = of_calls(cut_off(reads(150)));
+        parity(&format!("sim, {name}, bounds"), 8, bounds, &unchecked);
+    }
+}
+
+/// As planned: some sequences of a few tokens, and one of enough for tensor memory.
+#[test]
+fn mixed_batches_with_tensor_memory() {
+    for multiprocessors in [2, 148] {
+        let sim = Sim::default().with_device(DeviceInfo { multiprocessors, ..known("b200") });
+        let mixed = with_some_lse(paged_mixed(steps(24), 200));
+        parity(&format!("sim, b200, {multiprocessors} SMs, mixed batches"), 5, mixed, &sim);
+        let codes = with_some_lse(paged_mixed(quantized(steps(24)), 200));
+        parity(&format!("sim, b200, {multiprocessors} SMs, mixed, codes"), 3, codes, &sim);
+    }
+}
+
 /// The decode kernel first, then the prefill kernel.
 #[test]
 fn mixed_batches_on_ampere() {
@@ -440,8 +487,8 @@ fn tokens_without_a_key() {
     parity("sim, reads of blocks by general kernels", 40, of_any(&[16, 80], 8), &Sim::default());
 }
 
-/// Packed keys and values, with NaN between sequences and after them. `hopper_paged` reads them in
-/// place, other kernels a copy.
+/// Packed keys and values, with NaN between sequences and after them. `hopper_paged` and
+/// `blackwell_paged` read them in place, other kernels a copy.
 #[test]
 fn packed_keys_and_values() {
     let alike = [[64, 64], [128, 128], [256, 256]];
@@ -457,6 +504,8 @@ fn packed_keys_and_values() {
     parity("sim, h200, packed prompts", 20, prompts, &sim("h200"));
     let prompts = packed_rows(half_dtype(), &unlike, 200);
     parity("sim, h200, packed, unlike values", 30, prompts.clone(), &sim("h200"));
+    let tiled = packed_rows(half_dtype(), &[[64, 64], [128, 128], [192, 128], [168, 104]], 300);
+    parity("sim, b200, packed prompts", 20, tiled, &sim("b200"));
     let few = DeviceInfo { multiprocessors: 2, ..DeviceInfo::h200() };
     let few = Sim::default().with_device(few);
     parity("sim, 2 SMs, packed, unlike values", 20, prompts, &few);
@@ -474,6 +523,8 @@ fn packed_keys_outside() {
     }
     let sim = Unchecked(Sim::default(), PlanOptions::default());
     parity("sim, h200, packed prompts, outside", 20, unlike(), &sim);
+    let sim = Unchecked(Sim::default().with_device(known("b200")), PlanOptions::default());
+    parity("sim, b200, packed prompts, outside", 20, unlike(), &sim);
 }
 
 /// Rows that belong to no sequence, or to tokens that are cut off, become 0, and their log-sum-exps
@@ -512,7 +563,8 @@ fn packed_rows_of_none() {
         let firsts = Array2::from_shape_vec((4, 1), starts[..4].to_vec()).unwrap();
         let [starts, lengths]: [Tensor; 2] = [arr1(&starts).into(), arr1(&lengths).into()];
         let firsts: Tensor = firsts.into();
-        for device in [DeviceInfo::h200(), few.clone()] {
+        let b200 = Some(known("b200")).filter(|_| force.is_none());
+        for device in [DeviceInfo::h200(), few.clone()].into_iter().chain(b200) {
             let mut output = nan(DType::F16, &problem.output_shape());
             let mut sums = lse.then(|| nan(DType::F32, &problem.lse_shape()));
             let inputs = Tensors::default()

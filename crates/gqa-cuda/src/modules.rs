@@ -18,7 +18,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 pub struct Shipped {
     /// Kernels it holds.
     pub family: &'static str,
-    /// Target, such as `sm_80`; with an `a` it runs on that architecture only.
+    /// Target, such as `sm_80`; with an `a` it runs on that architecture only, with an `f` on those
+    /// of its family.
     pub arch: &'static str,
     /// PTX version, such as `8.0`.
     pub ptx_version: &'static str,
@@ -352,6 +353,9 @@ mod tests {
         assert_eq!(runs("sm_70", sms), [true; 5]);
         assert_eq!(runs("sm_80", sms), [false, true, true, true, true]);
         assert_eq!(runs("sm_90a", sms), [false, false, true, false, false]);
+        assert_eq!(runs("sm_100f", [90, 100, 103, 110, 120]), [false, true, true, false, false]);
+        assert_eq!(runs("sm_103f", [90, 100, 103, 110, 120]), [false, false, true, false, false]);
+        assert!(registry::number("sm_100f") > registry::number("sm_90"));
         assert!(registry::number("sm_90a") > registry::number("sm_80"));
         assert!(registry::number("sm_90a") > registry::number("sm_90"));
     }

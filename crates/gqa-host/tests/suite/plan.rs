@@ -111,6 +111,7 @@ attention
   hopper                 refused: does not take float32
   hopper_masked          refused: there is no attention_bias
   hopper_wide            refused: has no tile for head size 64
+  blackwell              refused: does not take float32
   tiled_tma              refused: needs TMA, which compute capability 8.0 lacks
   tiled                  refused: does not take float32
   tiled_masked           refused: there is no attention_bias

@@ -64,6 +64,8 @@ fn calls() -> Vec<(&'static str, Problem)> {
     vec![
         ("b200", dense(&half, 1)),
         ("b200", dense(&half, 70)),
+        ("b200", dense(&half, 150)),
+        ("b200", half.paged(Paged::new(3, 160, [90, 16, 20]).most_tokens(150)).unwrap()),
         ("b200", paged(&half)),
         ("b200", half.paged(Paged::decode(3, [90, 16, 20])).unwrap()),
         ("b300", dense(&quantized(QuantFormat::Float8, Scales::PerHead), 1)),
@@ -103,8 +105,10 @@ fn right_kernels_agree_with_simpler_ones_and_wrong_results_are_found() {
         }
     }
     let want = [
+        "blackwell",
         "blackwell_decode",
         "blackwell_decode_paged",
+        "blackwell_paged",
         "decode",
         "decode_paged",
         "decode_quantized",
