@@ -227,7 +227,8 @@ fn assemble(ptxas: &Ptxas, modules: &[Module]) -> Result<Vec<Assembled>> {
 }
 
 /// The module's own GPU and the newer ones that run it; a module for a target with an `a` runs on
-/// its own GPU only, and one for a target with an `f` on GPUs of its family. A GPU takes kernels with clusters only from the newest module that it runs.
+/// its own GPU only, and one for a target with an `f` on GPUs of its family. A GPU takes kernels
+/// with clusters only from the newest module that it runs.
 fn targets(module: &Module) -> Vec<String> {
     let (own, only) = number(&module.arch);
     if only {

@@ -218,10 +218,7 @@ const GPUS: [(&str, &str); 3] = [("h200", "sm_90a"), ("a100", "sm_80"), ("b200",
 /// the third those that the first does not run.
 fn folded_kernels() -> BTreeSet<(&'static str, &'static str, String)> {
     let mut found = BTreeSet::new();
-    for (problem, (name, arch)) in calls()
-        .iter()
-        .flat_map(|call| GPUS.map(|gpu| (call, gpu)))
-    {
+    for (problem, (name, arch)) in calls().iter().flat_map(|call| GPUS.map(|gpu| (call, gpu))) {
         let device = DeviceInfo::known(name).unwrap();
         let plan = plan(problem, &device, &PlanOptions::default()).unwrap();
         for launch in plan.launches().iter().filter(|launch| launch.entry().hot) {

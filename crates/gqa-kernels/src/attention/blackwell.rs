@@ -18,8 +18,8 @@
 //!
 //! **Shared memory**: two tiles of Q, then the stages of K and V, each in 64-column chunks of
 //! 128-byte rows with the 128-byte swizzle; barriers; the address of tensor memory; the work tile;
-//! a factor for each row. **Tensor memory**: for each tile 128 columns of scores, whose first 64 the weights
-//! replace, and up to 128 of the output.
+//! a factor for each row. **Tensor memory**: for each tile 128 columns of scores, whose first 64
+//! the weights replace, and up to 128 of the output.
 //!
 //! **Barriers** (`layout.rs`), one of each kind per tile; key tile `i` uses phase `i`:
 //!

@@ -77,8 +77,8 @@ impl Paged {
     /// token has the position of the last key.
     ///
     /// `hopper_paged` and `blackwell_paged` read them in place, causal or not, and set rows of
-    /// `output` that belong to no sequence to 0, and their log-sum-exps to -inf. Other kernels read a copy, which needs
-    /// values that lie as keys do, and leave such rows as they are.
+    /// `output` that belong to no sequence to 0, and their log-sum-exps to -inf. Other kernels read
+    /// a copy, which needs values that lie as keys do, and leave such rows as they are.
     pub const fn in_rows(sequences: usize, tokens: usize, key_rows: usize) -> Self {
         // A sequence with few keys may have many tokens.
         let rows = if key_rows > tokens { key_rows } else { tokens };

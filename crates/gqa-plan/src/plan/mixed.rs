@@ -1,10 +1,10 @@
 //! Mixed prefill and decode: which kernels attend to which sequences of a paged call.
 //!
 //! Sequences with few new tokens suit `decode_paged`, which reads keys once for all query heads of
-//! a group. Sequences with many suit `hopper_paged`, `blackwell_paged` or `tiled_paged`, whose tiles
-//! a few tokens would leave almost empty. Servers batch decode steps with a prefill, so that one call may have
-//! both. Only the device knows the tokens of each sequence; so each kernel skips the sequences of
-//! the other one.
+//! a group. Sequences with many suit `hopper_paged`, `blackwell_paged` or `tiled_paged`, whose
+//! tiles a few tokens would leave almost empty. Servers batch decode steps with a prefill, so that
+//! one call may have both. Only the device knows the tokens of each sequence; so each kernel skips
+//! the sequences of the other one.
 //!
 //! One is bound by memory and the other by arithmetic, and half of the SMs can read all that memory
 //! delivers. So where that pays (`cost/mixed.rs`) a first launch of `hopper_paged` begins first, on

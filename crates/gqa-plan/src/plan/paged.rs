@@ -14,8 +14,9 @@
 //! Families for which [`follows_append`](super::family::Family::follows_append) is true take all
 //! sequences, behind `paged_append`, which leaves rotated queries in scratch.
 //!
-//! Packed keys and values are a cache of consecutive rows. `hopper_paged` and `blackwell_paged` read
-//! these where they are; the last column has all other kernels, unless values lie unlike their keys.
+//! Packed keys and values are a cache of consecutive rows. `hopper_paged` and `blackwell_paged`
+//! read these where they are; the last column has all other kernels, unless values lie unlike their
+//! keys.
 //!
 //! If the cache already holds the new rows, `paged_append` only copies queries, or is left out.
 //!

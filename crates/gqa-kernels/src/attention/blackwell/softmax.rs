@@ -106,16 +106,18 @@ fn weigh<T: MmaElement>(s: &Scores, state: &SoftmaxState, scale: f32, row: u32) 
     (sums[0] + sums[1]) + (sums[2] + sums[3])
 }
 
-/// The natural logarithm of the denominator, and the factor that normalises the output.
+/// The natural logarithm of the denominator, and the factor that normalises the output. The sink is
+/// joined by rows that see keys, even where all of them lie outside of the cache.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn finish<T: MmaElement>(
     mut state: SoftmaxState,
+    sees: bool,
     head: u32,
     to: Pointers<T>,
     p: &AttentionParams,
 ) -> [f32; 2] {
     let mut factor = 1.0;
-    if p.sink != sink::NONE && state.sum != 0.0 {
+    if p.sink != sink::NONE && sees {
         let logit =
             if p.sink == sink::PER_HEAD { to.head_sink.load(head as usize).to_f32() } else { 0.0 };
         factor = state.join_sink(logit * LOG2_E);
@@ -169,7 +171,7 @@ pub(super) fn run<S: Tile, C: Cache, T: MmaElement>(
         mbarrier_arrive(of_tile(base, S::WEIGHED, tile));
     }
     let work = &Work::load(base + S::WORK);
-    let [lse, normaliser] = finish(state, work.head, to, p);
+    let [lse, normaliser] = finish(state, seen.first < seen.end, work.head, to, p);
     mbarrier_wait(of_tile(base, S::CORRECTED, tile), (count - 1) % 2);
     st_shared(S::factor(base, tile, row), normaliser);
     mbarrier_arrive(of_tile(base, S::TOLD, tile));

@@ -439,7 +439,6 @@ impl WorkRange {
 /// kernel for head size 128. They take their ranges from `given`, if that fits.
 ///
 /// # Errors
-///
 /// Where a CTA accesses memory outside of its bounds, or several write one place.
 #[cfg(not(target_arch = "nvptx64"))]
 pub fn divided(
