@@ -333,9 +333,13 @@ fn schedules_of_checked_calls_are_those_of_their_lengths() {
         call.upload(TensorId::BlockTable, &table.into());
         let starts: Vec<_> = (0..=8).collect();
         call.upload(TensorId::CumulativeSequenceLength, &Array1::from(starts).into());
+        // The tensor has room for a schedule of split kernels, too, which has more words.
+        let schedule = call.plan.tensors().iter().find(|(id, _)| *id == TensorId::Schedule);
+        let [room] = schedule.unwrap().1.shape[..] else { panic!("a list") };
         let words = |lengths: &[i32]| -> Vec<_> {
             let division = call.plan.division(None, lengths).unwrap().unwrap();
-            division.schedule.iter().map(|&word| word as i32).collect()
+            let words = division.schedule.iter().map(|&word| word as i32);
+            words.chain(std::iter::repeat(0)).take(room).collect()
         };
         let upload = |words: Vec<i32>| call.upload(TensorId::Schedule, &Array1::from(words).into());
         let lengths = [4000, 17, 900, 1, 200, 300, 64, 8000];

@@ -82,6 +82,7 @@ fn paged() -> impl Iterator<Item = Layer> {
         Layer { block_size: Some(16), ..llama() },
         blocks(Layer { heads: 64, head_size: 64, ..llama() }),
         blocks(Layer { heads: 16, kv_heads: 4, head_size: 256, ..llama() }),
+        blocks(Layer { rotary: Rotation::None, ..llama() }),
         blocks(over(Codes::Int8)),
         blocks(over(Codes::Float8)),
         blocks(over(Codes::Int4)),
@@ -122,8 +123,9 @@ mod tests {
             (
                 "b200",
                 "Blackwell BlackwellPaged Decode DecodePaged DecodePagedQuantized DecodeQuantized \
-                 Prologue TiledF32 TiledTma TiledWide",
+                 Prologue TiledF32 TiledWide",
             ),
+            ("thor", "TiledTma"),
             ("b300", "BlackwellDecode BlackwellDecodePaged Decode Prologue"),
             ("t4", "General Prologue SplitKv Tiled"),
         ] {

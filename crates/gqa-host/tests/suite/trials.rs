@@ -50,10 +50,8 @@ fn difference(trial: &Trial, spoil: impl Fn(&mut [u8])) -> Option<String> {
 
 /// Calls with few heads.
 fn calls() -> Vec<(&'static str, Problem)> {
-    let layer = |dtype, size| {
-        let heads = Heads { query: 4, kv: 2, size };
-        Layer::new(dtype, heads).rope(Rope::new(16, 2000))
-    };
+    let plain = |dtype, size| Layer::new(dtype, Heads { query: 4, kv: 2, size });
+    let layer = |dtype, size| plain(dtype, size).rope(Rope::new(16, 2000));
     let (half, single) = (layer(DType::BF16, 64), layer(DType::F32, 64));
     let quantized =
         |format, scales| layer(DType::F16, 64).quantized(Quantization { format, scales });
@@ -61,11 +59,13 @@ fn calls() -> Vec<(&'static str, Problem)> {
     let paged = |layer: &Layer| {
         layer.paged(Paged::new(3, 70, [90, 16, 20]).most_tokens(68).longest(200)).unwrap()
     };
+    let ragged =
+        |layer: &Layer| layer.paged(Paged::new(3, 160, [90, 16, 20]).most_tokens(150)).unwrap();
     vec![
         ("b200", dense(&half, 1)),
         ("b200", dense(&half, 70)),
         ("b200", dense(&half, 150)),
-        ("b200", half.paged(Paged::new(3, 160, [90, 16, 20]).most_tokens(150)).unwrap()),
+        ("b200", ragged(&plain(DType::BF16, 64))),
         ("b200", paged(&half)),
         ("b200", half.paged(Paged::decode(3, [90, 16, 20])).unwrap()),
         ("b300", dense(&quantized(QuantFormat::Float8, Scales::PerHead), 1)),
