@@ -75,8 +75,8 @@ fn without_simulator() -> Result<()> {
     clippy(&["--package", "gqa-host", "--lib"])
 }
 
-/// Runs the tests. Tests that need a GPU are ignored unless requested. They spend most of their time
-/// in the reference, so that some share the GPU; each is a process of its own.
+/// Runs the tests. Tests that need a GPU are ignored unless requested. They spend most of their
+/// time in the reference, so four at a time share the GPU; each is a process of its own.
 enum Where {
     Anywhere,
     Gpu,

@@ -62,9 +62,9 @@ pub fn lower_elements(ptx: &str, sm: u32) -> String {
     twin::lower(ptx, sm)
 }
 
-/// The PTX for another target, in a version of PTX (times ten) that knows it: `sm_100f` for what was
-/// compiled for `sm_100a`, and so runs on GPUs of the family if they have what it uses, which the
-/// assembler checks.
+/// The PTX for another target, in a version of PTX (times ten) that knows it: `sm_100f` for what
+/// was compiled for `sm_100a`. It then runs on all GPUs of the family that have what it uses, which
+/// the assembler checks.
 ///
 /// # Errors
 ///

@@ -211,8 +211,8 @@ fn values_per_element(entry: &Entry) -> u32 {
     }
 }
 
-/// The same kernel, or one for more rows or that also pads, in blocks of half the size, if an SM has
-/// room for two.
+/// The same kernel, or one for more rows or that also pads, in CTAs of half the size, if an SM
+/// has room for two.
 fn half_of(entry: &Entry, device: &DeviceInfo) -> Option<&'static Entry> {
     let is_half = |other: &&Entry| {
         other.family == entry.family
