@@ -137,8 +137,8 @@ fn clusters(p: &Problem, call: &Call<'_>) -> Result<u32, Rejection> {
     }
 }
 
-/// The largest clusters of which the device holds all at a time, and whose blocks have keys. A
-/// prediction: none was measured.
+/// CTAs of a cluster: the most for which all clusters run at a time and each CTA has keys. This is
+/// a prediction, which was not measured.
 fn ranks(p: &Problem, clusters: u32, call: &Call<'_>) -> u32 {
     let seen = |keys: u32| match p.window {
         Some(window) => keys.min((window.saturating_add(p.q_len)) as u32),
