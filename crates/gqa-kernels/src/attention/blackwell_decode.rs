@@ -42,7 +42,7 @@
 //!
 //! **Barriers**: of tile i
 //!
-//! | barrier | arrivals | who waits |
+//! | barrier | arrivals | waiting warps |
 //! |---|---|---|
 //! | `keys_full`, `values_full` of a stage | the warp of TMA, and bytes | the issuer; softmax before it clears values |
 //! | `scored`, of two buffers in turn | the commit of Sᵀ | softmax |

@@ -95,8 +95,8 @@ impl Work {
         st_shared_vec(at + 32, [seqlen.past, seqlen.total, self.keys.start, self.keys.end]);
     }
 
-    /// Reads it. Whoever needs it again after a loop over key tiles reads it again: in registers it
-    /// would spill there.
+    /// Loads the work tile from shared memory. A role that needs it after its loop over key tiles
+    /// loads it again, because registers that hold it across the loop would spill.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn load(at: u32) -> Self {
         let [entry, batch, head, row] = ld_shared_vec(at);

@@ -149,7 +149,8 @@ fn decode(codes: u32) -> [f32; 4] {
     [f16_low_to_f32(low), f16_high_to_f32(low), f16_low_to_f32(high), f16_high_to_f32(high)]
 }
 
-/// The terms of 16 numbers, of which each is `times` what the ones before it lack.
+/// Splits 16 numbers into e4m3 terms. Each term is what the terms before it leave of the number,
+/// multiplied by `times` once more.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn terms(mut rest: [f32; CODES as usize], times: f32) -> [[u32; 4]; Float8::TERMS as usize] {
     let mut terms = [[0; 4]; Float8::TERMS as usize];

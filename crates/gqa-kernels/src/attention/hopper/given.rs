@@ -183,8 +183,8 @@ fn length<S: Tile>(call: &Call<'_, S>, b: u32) -> [u32; 4] {
     [start, new, past, 0]
 }
 
-/// The seal of this CTA's range, of which each lane of a warp has a word. Where one word changes it
-/// fits no longer; where more do, it fits by chance only.
+/// Checksum of this CTA's range; each lane of a warp passes one word of the range. A change of one
+/// word always changes the checksum, a change of several words leaves it equal only by chance.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn seal(word: u32) -> u32 {
     let odd = (2 * lane() + 1).wrapping_mul(0x9E37_79B1);
