@@ -5,6 +5,7 @@ mod replay;
 use gqa_host::DType;
 use gqa_host::backend::cuda::Cuda;
 use gqa_host::plan::{DeviceInfo, PlanOptions};
+use gqa_kernels::registry::Family;
 use gqa_tests::{
     AttentionCase, Case, DECODE_KERNELS, PREFILL_KERNELS, Parity, any_dtype, attention_case,
     biased_prompts, case, every_entry, float8_kernels, float8_prompts, half_dtype, heads_in,
@@ -283,36 +284,57 @@ fn paged_caches() {
     let off = PlanOptions::default;
     run("cuda, blocks", 500, paged_steps(steps(40), 1500), off());
     run("cuda, blocks, quantized", 500, paged_steps(quantized(steps(40)), 1500), off());
+    run("cuda, paged", 500, paged(case(any_dtype(), heads_up_to(256), 40), 80), off());
+}
+
+/// Decode steps over blocks by clusters of CTAs, and by splits.
+#[test]
+#[ignore = "needs a GPU"]
+fn paged_caches_in_clusters() {
     for (cluster, splits) in [(16, 1), (4, 3), (1, 7)] {
         let (cluster, splits) = (Some(cluster), Some(splits));
-        let options = PlanOptions { cluster, splits, ..off() };
+        let options = PlanOptions { cluster, splits, ..PlanOptions::default() };
         let elements = paged_steps(steps(40), 1500);
         run("cuda, blocks in clusters", 100, elements, options.clone());
         let codes = paged_steps(quantized(steps(40)), 1500);
         run("cuda, blocks of codes in clusters", 100, codes, options);
     }
-    run("cuda, paged", 500, paged(case(any_dtype(), heads_up_to(256), 40), 80), off());
+}
+
+/// Prompts over blocks.
+#[test]
+#[ignore = "needs a GPU"]
+fn prompts_over_paged_caches() {
+    let off = PlanOptions::default;
     let prompts = paged_prompts(case(half_dtype(), heads_up_to(256), 40), 300);
     run("cuda, paged prompts", 500, prompts, off());
     let codes = paged_prompts(quantized(case(half_dtype(), heads_up_to(128), 40)), 300);
     run("cuda, paged prompts, quantized", 500, codes, off());
 }
 
-/// Blocks read in place by the kernels of GPUs without wgmma, alone and after decode steps.
+/// Blocks read in place by the kernels of a GPU without wgmma, alone and after decode steps.
+fn paged_prompts_planned_for(name: &str) {
+    let device = DeviceInfo::known(name).expect("a known device");
+    let gpu = cuda(PlanOptions::default()).with_device(device);
+    let prompts = paged_prompts(case(half_dtype(), heads_up_to(256), 40), 300);
+    parity(&format!("cuda, {name}, paged prompts"), 500, with_some_lse(prompts), &gpu);
+    let codes = paged_prompts(quantized(case(half_dtype(), heads_up_to(128), 40)), 300);
+    let codes = with_some_lse(codes);
+    parity(&format!("cuda, {name}, paged prompts, quantized"), 200, codes, &gpu);
+    let mixed = with_some_lse(paged_mixed(steps(40), 1500));
+    parity(&format!("cuda, {name}, mixed batches"), 300, mixed, &gpu);
+}
+
 #[test]
 #[ignore = "needs a GPU"]
-fn paged_prompts_without_wgmma() {
-    for name in ["a100", "rtx4090"] {
-        let device = DeviceInfo::known(name).expect("a known device");
-        let gpu = cuda(PlanOptions::default()).with_device(device);
-        let prompts = paged_prompts(case(half_dtype(), heads_up_to(256), 40), 300);
-        parity(&format!("cuda, {name}, paged prompts"), 500, with_some_lse(prompts), &gpu);
-        let codes = paged_prompts(quantized(case(half_dtype(), heads_up_to(128), 40)), 300);
-        let codes = with_some_lse(codes);
-        parity(&format!("cuda, {name}, paged prompts, quantized"), 200, codes, &gpu);
-        let mixed = with_some_lse(paged_mixed(steps(40), 1500));
-        parity(&format!("cuda, {name}, mixed batches"), 300, mixed, &gpu);
-    }
+fn paged_prompts_as_planned_for_ampere() {
+    paged_prompts_planned_for("a100");
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn paged_prompts_as_planned_for_ada() {
+    paged_prompts_planned_for("rtx4090");
 }
 
 /// Calls that append nothing, possibly with more tokens than keys.
@@ -361,29 +383,55 @@ fn trees_of_drafts() {
 #[test]
 #[ignore = "needs a GPU"]
 fn mixed_batches() {
-    let gpu = cuda(PlanOptions::default());
-    if gpu.device().info().sm != DeviceInfo::h200().sm {
+    let off = PlanOptions::default;
+    run("cuda, mixed batches", 300, paged_mixed(steps(40), 1500), off());
+    run("cuda, mixed batches, quantized", 300, paged_mixed(quantized(steps(40)), 1500), off());
+    run("cuda, many sequences", 100, paged_crowds(steps(40), 300), off());
+}
+
+/// Whether the GPU is a Hopper, where kernels for mixed batches can run concurrently.
+fn on_hopper() -> bool {
+    let is_hopper = cuda(PlanOptions::default()).device().info().sm == DeviceInfo::h200().sm;
+    if !is_hopper {
         println!("SKIPPED: concurrent launches of mixed batches are for a Hopper");
+    }
+    is_hopper
+}
+
+/// GPUs for which mixed batches are planned as concurrent launches, with the kernels that come
+/// first.
+fn concurrent_plans() -> [(DeviceInfo, [Family; 2]); 2] {
+    let small = DeviceInfo { multiprocessors: 2, ..DeviceInfo::h200() };
+    [(slow_device(132), PREFILL_KERNELS), (small, DECODE_KERNELS)]
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn concurrent_launches_of_mixed_batches() {
+    if !on_hopper() {
         return;
     }
-    run("cuda, mixed batches", 300, paged_mixed(steps(40), 1500), PlanOptions::default());
-    let codes = || quantized(steps(40));
-    run("cuda, mixed batches, quantized", 300, paged_mixed(codes(), 1500), PlanOptions::default());
-    run("cuda, many sequences", 100, paged_crowds(steps(40), 300), PlanOptions::default());
-    let small = DeviceInfo { multiprocessors: 2, ..DeviceInfo::h200() };
-    for (device, first) in [(slow_device(132), PREFILL_KERNELS), (small, DECODE_KERNELS)] {
+    for (device, first) in concurrent_plans() {
         let cases = |steps| paged_concurrent(paged_mixed(steps, 1500), &device, first);
+        let codes = cases(quantized(steps(40)));
         let gpu = cuda(PlanOptions::default()).with_device(device.clone());
         parity("cuda, concurrent launches of mixed batches", 300, cases(steps(40)), &gpu);
-        parity("cuda, concurrent launches of mixed batches, quantized", 300, cases(codes()), &gpu);
+        parity("cuda, concurrent launches of mixed batches, quantized", 300, codes, &gpu);
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn concurrent_launches_in_graphs() {
+    if !on_hopper() {
+        return;
+    }
+    let gpu = cuda(PlanOptions::default());
+    for (device, first) in concurrent_plans() {
+        let cases = || paged_concurrent(paged_mixed(steps(40), 1500), &device, first);
         for made in [Made::Captured, Made::Recorded] {
             let graphs = AsGraph::on(gpu.device(), device.clone(), made);
-            parity(
-                "cuda, concurrent launches of mixed batches in graphs",
-                100,
-                cases(steps(40)),
-                &graphs,
-            );
+            parity("cuda, concurrent launches in graphs", 100, cases(), &graphs);
         }
     }
 }
