@@ -1,10 +1,10 @@
-"""How long this GPU's driver takes to assemble the shipped kernels, by family.
+"""Times how long this GPU's driver takes to assemble the shipped kernels, by family.
 
     python3 bench/assembly.py [--every N] [--folder crates/gqa-cuda/ptx]
 
-Each kernel is loaded alone, as `Device::load` does, as its general text; the driver's cache is off.
-Prints for each family how many kernels the GPU gets, and of their times the least, the median, the
-largest and the sum. Needs torch with a GPU.
+Each kernel is loaded by itself, as `Device::load` does, without folded constants and with the
+driver's cache off. Prints for each family the number of kernels for this GPU, and the least, the
+median, the largest and the sum of their times. Needs torch with a GPU.
 """
 import argparse
 import collections
@@ -22,11 +22,11 @@ import torch
 
 
 def newest(folder, sm):
-    """(family, kernel, module) of the kernels that a GPU of that compute capability gets."""
+    """(family, kernel, module) for every kernel, from the newest module that the GPU runs."""
     found = {}
     for module in packed.modules(folder):
-        arch, number = module["arch"], int(module["arch"][3:].rstrip("a"))
-        if number > sm or arch.endswith("a") and number != sm:
+        number = packed.number(module["arch"])
+        if not packed.runs_on(module["arch"], sm):
             continue
         for kernel in module["kernels"]:
             best = found.get(kernel["name"])
@@ -36,7 +36,7 @@ def newest(folder, sm):
 
 
 def seconds(text):
-    """How long a text takes to be assembled and loaded."""
+    """Time to assemble and load a PTX text."""
     loaded = ctypes.c_void_p()
     begun = time.perf_counter()
     launches.call("cuModuleLoadData", ctypes.byref(loaded), text)

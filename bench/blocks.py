@@ -1,11 +1,12 @@
-"""Times whole PagedAttention calls beside FlashAttention-3's, interleaved in this process: both rotate, append to a cache of scattered blocks and attend.
+"""Times whole PagedAttention calls beside FlashAttention-3's in one process: both apply RoPE,
+append to a paged KV cache of scattered blocks and attend.
 
     python3 bench/blocks.py --gqa target/release/gqa --block-size 16,64,256
 
-Needs torch with a GPU; FlashAttention-3 (wheel fa3-fwd) takes part where it is installed. Its
-attention is timed alone, too, on a cache that has the rows. As in peers.py, times are
-medians over replays of CUDA graphs whose calls walk over buffers larger than the L2 cache together. What its build does not take, such as
-small blocks, is told and left out. Exits with 1 if a call of ours fails or is wrong.
+Needs torch with a GPU. FlashAttention-3 (wheel fa3-fwd) is timed if it is installed, also its
+attention alone, over a cache that holds the new rows. Calls that its build refuses, such as small
+blocks, are reported and left out. As in peers.py, times are medians over replays of CUDA graphs
+with a cold L2 cache. Exits with 1 if a call of ours fails or is wrong.
 """
 import argparse
 import itertools
@@ -25,8 +26,9 @@ try:
 except ImportError:
     fa3 = None
 
-# Sequences x new rows + rows before them; others of the same call behind "&".
-SIZES = "8x512+1024,32x128+1024,8x2048+0,1x8192+0,1x1+1023,1x1+8191,8x1+8191,32x1+2047,32x1+8191,8x4+8188,31x1+4095&1x512+3584"
+# SEQUENCESxROWS+PAST; "&" joins groups of sequences of one call.
+SIZES = ("8x512+1024,32x128+1024,8x2048+0,1x8192+0,1x1+1023,1x1+8191,8x1+8191,32x1+2047,32x1+8191,"
+         "8x4+8188,31x1+4095&1x512+3584")
 
 GROUP = r"([1-9]\d*)x([1-9]\d*)\+(\d+)"
 
@@ -42,7 +44,7 @@ class Call:
 
     @property
     def sequences(self):
-        """New rows and rows before them, of each."""
+        """(new rows, cached rows) of each sequence."""
         groups = [re.fullmatch(GROUP, group).groups() for group in self.text.split("&")]
         return [(int(rows), int(past)) for batch, rows, past in groups for _ in range(int(batch))]
 
@@ -59,32 +61,35 @@ class Call:
         return [0, *itertools.accumulate(rows for rows, _ in self.sequences)]
 
 
-# What a code of 1 stands for, so that codes reach over most normal numbers.
+# Scales with which quantized values cover most of a standard normal distribution.
 SCALES = {"float8": 1.0, "int8": 1 / 32}
 
 
-def codes(kv_cache, numbers):
+def quantized(kv_cache, values):
     if kv_cache == "float8":
-        return numbers.to(torch.float8_e4m3fn)
-    return (numbers / SCALES[kv_cache]).round().clamp(-128, 127).to(torch.int8)
+        return values.to(torch.float8_e4m3fn)
+    return (values / SCALES[kv_cache]).round().clamp(-128, 127).to(torch.int8)
 
 
 def tensors(call):
-    """By role, and dequantized values for whoever reads no codes; the table names all blocks in an order of its own."""
+    """Tensors by role, with scattered blocks; beside a quantized cache also one in bfloat16, for
+    FlashAttention-3."""
     normal = lambda *shape: torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
     per_sequence = math.ceil(call.total / call.block_size)
     batch, tokens = len(call.sequences), call.starts[-1]
     blocks = batch * per_sequence
     integers = lambda values: torch.tensor(values, device="cuda", dtype=torch.int32)
-    # FlashAttention-3 wants angles for all rows of the blocks.
-    angles = torch.rand(per_sequence * call.block_size, call.head_size // 2, device="cuda") * math.tau
+    # FlashAttention-3 requires angles for all rows of the blocks.
+    angles = (
+        torch.rand(per_sequence * call.block_size, call.head_size // 2, device="cuda") * math.tau
+    )
     cache = lambda: normal(blocks, call.block_size, call.kv_heads, call.head_size)
     keys, values = cache(), cache()
     caches = {"present_key": keys, "present_value": values}
     if call.kv_cache:
-        caches = {"numbers_key": keys, "numbers_value": values}
-        for name, numbers in (("key", keys), ("value", values)):
-            caches[f"present_{name}"] = codes(call.kv_cache, numbers)
+        caches = {"bfloat16_key": keys, "bfloat16_value": values}
+        for name, unquantized in (("key", keys), ("value", values)):
+            caches[f"present_{name}"] = quantized(call.kv_cache, unquantized)
             caches[f"{name[0]}_scale"] = torch.tensor([SCALES[call.kv_cache]], device="cuda")
     return caches | {
         "query": normal(tokens, call.heads, call.head_size),
@@ -95,15 +100,26 @@ def tensors(call):
         "cumulative_sequence_length": integers(call.starts),
         "seqlens_k": integers([past for _, past in call.sequences]),
         "block_table": torch.randperm(blocks, device="cuda").int().view(batch, per_sequence),
-        "output": torch.full((tokens, call.heads, call.head_size), math.nan, device="cuda", dtype=torch.bfloat16),
+        "output": torch.full(
+            (tokens, call.heads, call.head_size), math.nan, device="cuda", dtype=torch.bfloat16
+        ),
     }
 
 
 def ours(program, device, call, sets, switches=(), folder=launches.SHIPPED):
-    plan = launches.explain(program, "--device", device, "--dtype", "bf16", "--rotary", "half",
-                            "--block-size", call.block_size, "--batch", len(call.sequences), "--tokens",
-                            call.starts[-1], "--query-length", call.longest, "--past-length", call.total - call.longest, "--heads", call.heads, "--kv-heads",
-                            call.kv_heads, "--head-size", call.head_size, *(["--kv-cache", call.kv_cache] if call.kv_cache else []), switches=switches)
+    sizes = launches.options(
+        block_size=call.block_size,
+        batch=len(call.sequences),
+        tokens=call.starts[-1],
+        query_length=call.longest,
+        past_length=call.total - call.longest,
+        heads=call.heads,
+        kv_heads=call.kv_heads,
+        head_size=call.head_size,
+    )
+    cache = launches.options(kv_cache=call.kv_cache) if call.kv_cache else []
+    types = launches.options(device=device, dtype="bf16", rotary="half")
+    plan = launches.explain(program, *types, *sizes, *cache, switches=switches)
     sets[0]["output"].fill_(math.nan)
     prepared = [launches.Launches(plan, each, folder) for each in sets]
     prepared[0].run()
@@ -118,16 +134,27 @@ def flash_attention_3(call, sets, whole):
     lengths_differ = len({rows for rows, _ in call.sequences}) > 1
 
     def run(t):
-        q, k, v, starts = (t[name] for name in ("query", "key", "value", "cumulative_sequence_length"))
-        kind = "numbers" if call.kv_cache else "present"
+        q, k, v, starts = (
+            t[name] for name in ("query", "key", "value", "cumulative_sequence_length")
+        )
+        kind = "bfloat16" if call.kv_cache else "present"
         cached = (t[f"{kind}_key"], t[f"{kind}_value"])
         shared = {"page_table": t["block_table"], "causal": True, "num_splits": 0}
         if lengths_differ:
             shared |= {"cu_seqlens_q": starts, "max_seqlen_q": call.longest}
         else:
-            q, k, v = (each.view(len(call.sequences), call.longest, -1, call.head_size) for each in (q, k, v))
+            q, k, v = (
+                each.view(len(call.sequences), call.longest, -1, call.head_size)
+                for each in (q, k, v)
+            )
         if whole:
-            shared |= {"k": k, "v": v, "rotary_cos": t["cos_cache"], "rotary_sin": t["sin_cache"], "rotary_interleaved": False}
+            shared |= {
+                "k": k,
+                "v": v,
+                "rotary_cos": t["cos_cache"],
+                "rotary_sin": t["sin_cache"],
+                "rotary_interleaved": False,
+            }
             if lengths_differ:
                 shared |= {"cu_seqlens_k_new": starts}
         lengths = t["seqlens_k"] if whole else t["seqlens_k"] + starts.diff()
@@ -136,8 +163,11 @@ def flash_attention_3(call, sets, whole):
 
 
 def error(call, t):
-    """Largest difference from float64 in some rows of a sequence of each length and of the last head, whose keys the call has rotated and appended."""
-    return max(error_of(call, t, call.sequences.index(sequence)) for sequence in set(call.sequences))
+    """Largest difference from float64 in some rows of the last head, for one sequence of each
+    length. The keys are those that the call has rotated and appended."""
+    return max(
+        error_of(call, t, call.sequences.index(sequence)) for sequence in set(call.sequences)
+    )
 
 
 def error_of(call, t, sequence):
@@ -150,9 +180,16 @@ def error_of(call, t, sequence):
     left, right = q.chunk(2, 1)
     q = torch.cat((left * cos - right * sin, right * cos + left * sin), 1)
     table = t["block_table"][sequence].long()
-    # PyTorch picks no rows of float8.
-    bits = (t[name].view(torch.uint8 if call.kv_cache else torch.bfloat16)[table, :, -1] for name in ("present_key", "present_value"))
-    k, v = (rows.view(t["present_key"].dtype).reshape(-1, call.head_size)[:total].double() * SCALES.get(call.kv_cache, 1) for rows in bits)
+    # PyTorch cannot index float8.
+    bits = (
+        t[name].view(torch.uint8 if call.kv_cache else torch.bfloat16)[table, :, -1]
+        for name in ("present_key", "present_value")
+    )
+    k, v = (
+        rows.view(t["present_key"].dtype).reshape(-1, call.head_size)[:total].double()
+        * SCALES.get(call.kv_cache, 1)
+        for rows in bits
+    )
     scores = q @ k.T / math.sqrt(call.head_size)
     scores.masked_fill_(torch.arange(total, device="cuda") > positions[:, None], -math.inf)
     got = t["output"][start + picked, -1].double()
@@ -161,8 +198,9 @@ def error_of(call, t, sequence):
 
 def measure(program, device, call, rounds, replays, switches, before):
     first = tensors(call)
-    # Ours read no dequantized values, and must find nothing in the L2 cache all the same.
-    count = timing.sets(sum(each.numel() * each.element_size() for name, each in first.items() if not name.startswith("numbers_")))
+    # The bfloat16 copy does not count: ours do not read it, and must find L2 cold without it.
+    read = [each for name, each in first.items() if not name.startswith("bfloat16_")]
+    count = timing.sets(sum(each.nbytes for each in read))
     sets = [first] + [tensors(call) for _ in range(count - 1)]
     runs, note = ours(program, device, call, sets)
     peers = {"gqa": runs}
@@ -180,7 +218,7 @@ def measure(program, device, call, rounds, replays, switches, before):
     times = {name: [] for name in peers}
     for number in range(rounds):
         turns = list(peers.items())
-        # A kernel finds the clock as the one before left it.
+        # Shuffled, because the clock depends on the preceding kernel.
         random.Random(number).shuffle(turns)
         for name, runs in turns:
             try:
@@ -190,7 +228,8 @@ def measure(program, device, call, rounds, replays, switches, before):
                     raise
                 print(f"  {name}: {str(reason).splitlines()[0][:160]}", file=sys.stderr)
                 peers.pop(name)
-    print(f"{call.text}, {call.heads}/{call.kv_heads} x {call.head_size}, blocks of {call.block_size}  ({note})")
+    heads = f"{call.heads}/{call.kv_heads} x {call.head_size}"
+    print(f"{call.text}, {heads}, blocks of {call.block_size}  ({note})")
     own = statistics.median(times["gqa"])
     for name, samples in times.items():
         if samples:
@@ -199,16 +238,27 @@ def measure(program, device, call, rounds, replays, switches, before):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--gqa", required=True, help="this project's program")
-    parser.add_argument("--device", default="h200", help="ours are planned for this GPU, with the kernels that it gets")
-    parser.add_argument("--size", default=SIZES, help="SEQUENCESxROWS+PAST, several of a call joined by &, calls separated by commas")
+    parser.add_argument("--device", default="h200", help="the GPU that ours are planned for")
+    parser.add_argument(
+        "--size", default=SIZES, help="calls of SEQUENCESxROWS+PAST[&…], separated by commas"
+    )
     parser.add_argument("--heads", default="32/8x128", help="QUERY/KVxSIZE")
     parser.add_argument("--block-size", default="16,64,256", help="several separated by commas")
-    parser.add_argument("--kv-cache", choices=SCALES, help="ours over codes; peers over their numbers")
-    parser.add_argument("--switch", action="append", default=[], help="NAME=VALUE: ours once more, as planned with it, where that is another plan")
+    parser.add_argument(
+        "--kv-cache", choices=SCALES, help="quantize the cache of ours; peers read bfloat16"
+    )
+    parser.add_argument(
+        "--switch",
+        action="append",
+        default=[],
+        help="NAME=VALUE: time ours also with this variable, if the plan differs",
+    )
     parser.add_argument("--before", metavar="PROGRAM:FOLDER",
-                        help="ours once more, by another version's program with its kernels")
+                        help="time another version of the program with its kernels, too")
     parser.add_argument("--rounds", type=timing.count, default=3)
     parser.add_argument("--replays", type=timing.count, default=10)
     options = parser.parse_args()
@@ -227,7 +277,15 @@ def main():
     for text in options.size.split(","):
         for block_size in map(int, options.block_size.split(",")):
             call = Call(text, int(query), int(kv), int(size), block_size, options.kv_cache)
-            measure(options.gqa, options.device, call, options.rounds, options.replays, options.switch, options.before)
+            measure(
+                options.gqa,
+                options.device,
+                call,
+                options.rounds,
+                options.replays,
+                options.switch,
+                options.before,
+            )
 
 
 if __name__ == "__main__":

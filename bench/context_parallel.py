@@ -1,12 +1,12 @@
-"""Decode over a KV cache that several GPUs share, beside one GPU with all of it.
+"""Times decode over a KV cache divided among GPUs beside one GPU that holds all of it.
 
     torchrun --nproc-per-node N bench/context_parallel.py [--calls 1x131072 8x131072] [--rounds 9]
 
-Calls are sequences x keys of each: 32 query heads of 128, 8 KV heads, bfloat16. Every process draws
-all keys. Microseconds of a call in a CUDA graph of twenty; medians of rounds, the slowest rank's.
-"by NCCL" gathers, "by peers" merges in one launch through mapped memory; c is what either takes
-longer than attention to the own share, in the same kind of graph. Results are compared with float64
-and must be the same bits on all ranks; errors are shares of the largest value.
+A call is SEQUENCESxKEYS: 32 query heads of 128, 8 KV heads, bfloat16. Every process draws all keys.
+Times are microseconds of a call in a CUDA graph of twenty: medians of the rounds, on the slowest
+rank. "by NCCL" gathers the parts, "by peers" merges them in one launch through mapped memory; c is
+the time beyond attention to a rank's own keys. Results are compared with float64, relative to the
+largest value, and must be bitwise equal on all ranks.
 """
 
 import argparse
@@ -14,7 +14,7 @@ import os
 import statistics
 import sys
 
-# A multicast object is not needed, and not every host lets its guests make one.
+# The merge needs no multicast object, and some hosts forbid guests to create one.
 os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 
 import gqa
@@ -24,13 +24,13 @@ from gqa import _peers, distributed
 
 CALLS = 20
 HEADS, KV_HEADS, SIZE = 32, 8, 128
-# Two roundings to bfloat16, of the parts and of the result.
+# Parts and result are each rounded to bfloat16.
 MOST_ERROR = 2**-7
 DEFAULT = [f"1x{131072 << i}" for i in range(5)] + ["8x131072"]
 
 
 def graph(call):
-    """Twenty calls in a CUDA graph."""
+    """Captures twenty calls in a CUDA graph."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -46,7 +46,7 @@ def graph(call):
 
 
 def timed(replay, rounds):
-    """Median microseconds of a call, the slowest rank's; ranks begin together."""
+    """Median microseconds of a call on the slowest rank; all ranks begin at a barrier."""
     times = []
     for _ in range(rounds + 1):
         begun, ended = (torch.cuda.Event(enable_timing=True) for _ in "ab")
@@ -63,7 +63,7 @@ def timed(replay, rounds):
 
 
 def reference(q, k, v):
-    """Attention in float64, some keys at a time."""
+    """Attention in float64, by chunks of keys."""
     batch, keys = k.shape[:2]
     q = q.double().view(batch, KV_HEADS, HEADS // KV_HEADS, SIZE) / SIZE**0.5
     most = torch.full((*q.shape[:3], 1), -torch.inf, dtype=torch.float64, device=q.device)
@@ -84,7 +84,7 @@ def error(out, wanted):
 
 
 def expect_same(out):
-    """Errs where a rank has other bits."""
+    """Exits if results are not bitwise equal on all ranks."""
     outs = [torch.empty_like(out) for _ in range(dist.get_world_size())]
     dist.all_gather(outs, out.contiguous())
     if not all(torch.equal(outs[0], other) for other in outs):
@@ -92,11 +92,11 @@ def expect_same(out):
 
 
 def measure(batch, keys, rounds):
-    """Times of a call, and errors of its results."""
+    """Times and errors of a call, by the way in which it is computed."""
     torch.manual_seed(keys)
     count, rank = dist.get_world_size(), dist.get_rank()
     normal = lambda *shape: torch.randn(shape, dtype=torch.bfloat16, device="cuda")
-    # Random numbers of one seed are the same on GPUs of one kind.
+    # One seed gives the same values on all GPUs of one model.
     q, mine = normal(batch, 1, HEADS, SIZE), keys // count
     cache = [normal(batch, mine * count, KV_HEADS, SIZE) for _ in "kv"]
     share = [x[:, rank * mine : (rank + 1) * mine].contiguous() for x in cache]

@@ -3,11 +3,11 @@ scaled_dot_product_attention: the same threads, the same run.
 
     python3 bench/cpu_peers.py target/release/gqa [--threads N] [--rounds 3] [--out FILE]
 
-Needs numpy and at least one of the wheels ggml-python and torch; what is missing is said and left
-out. Ours are whole calls, which append their rows to the cache, in processes of their own; peers
-attend only, to caches that have all rows, each head's side by side. All take turns in shuffled
-rounds; each figure is the median of the rounds' medians. Outputs are compared with float64 in the
-process that was timed. Run it on a machine that does nothing else.
+Needs numpy and at least one of the wheels ggml-python and torch; a missing one is reported and left
+out. Ours are whole calls, each in a process of its own, which also append their rows to the cache.
+Peers compute attention alone, over caches that hold all rows, head by head. The order is shuffled
+in each round; a figure is the median of the rounds' medians. Each process compares its outputs with
+float64. Run it on an idle machine.
 """
 import argparse
 import ctypes
@@ -24,10 +24,10 @@ import time
 import numpy as np
 
 HEADS, KV_HEADS, SIZE = 32, 8, 128
-# Sequences, new rows of each, rows in the cache before.
+# (sequences, new rows of each, cached rows)
 CALLS = [(1, 512, 0), (1, 2048, 0), (1, 1, 2048), (1, 1, 8192), (4, 1, 8192)]
-# Each peer's kinds of numbers, our options for the same, and the largest error of an output that
-# still is the same computation: numbers are drawn from a normal distribution.
+# For each element type of a peer: our options for it, and the largest allowed error of an output,
+# with inputs from a standard normal distribution.
 GGML = {"f16": (["--dtype", "f16"], 1e-2), "q8_0": (["--dtype", "f32", "--kv-cache", "int8"], 5e-2)}
 TORCH = {
     "float32": (["--dtype", "f32"], 1e-4),
@@ -39,8 +39,8 @@ CHECKED = 8
 
 
 class Inputs:
-    """Standard normal numbers for a call: query (batch, heads, rows, size), keys and values
-    (batch, KV heads, keys, size)."""
+    """Standard normal inputs: query (batch, heads, rows, size), keys and values (batch, KV heads,
+    keys, size)."""
 
     def __init__(self, batch, rows, past):
         self.rows, self.past = rows, past
@@ -56,7 +56,10 @@ class Inputs:
         for _ in range(CHECKED):
             b, head, row = (draw.randrange(n) for n in self.query.shape[:3])
             seen = self.past + row + 1
-            key, value = (x[b, head // (HEADS // KV_HEADS), :seen].astype(np.float64) for x in (self.key, self.value))
+            key, value = (
+                x[b, head // (HEADS // KV_HEADS), :seen].astype(np.float64)
+                for x in (self.key, self.value)
+            )
             scores = key @ self.query[b, head, row].astype(np.float64) / math.sqrt(SIZE)
             weights = np.exp(scores - scores.max())
             error = np.abs(output[b, head, row] - weights @ value / weights.sum()).max()
@@ -77,14 +80,16 @@ def sampled(run):
 
 
 def ggml_calls(kind, inputs, threads):
-    """The ways to compute it: what runs a call, and what it has written."""
+    """Pairs of a function that runs the call and one that returns its output."""
     import ggml
 
     batch, heads, rows, size = inputs.query.shape
     keys, causal = inputs.key.shape[2], rows > 1
     stored = {"f16": ggml.GGML_TYPE_F16, "q8_0": ggml.GGML_TYPE_Q8_0}[kind]
     numbers = inputs.query.size * 2 + inputs.key.size * 2 + keys * (rows + 32)
-    context = ggml.ggml_init(ggml.ggml_init_params(mem_size=numbers * 4 + (256 << 20), mem_buffer=None, no_alloc=False))
+    context = ggml.ggml_init(
+        ggml.ggml_init_params(mem_size=numbers * 4 + (256 << 20), mem_buffer=None, no_alloc=False)
+    )
 
     def tensor(type_, shape, data):
         made = ggml.ggml_new_tensor_4d(context, type_, *reversed(shape))
@@ -93,7 +98,9 @@ def ggml_calls(kind, inputs, threads):
             to = ctypes.c_void_p(ggml.ggml_get_data(made))
             ggml.ggml_quantize_chunk(type_, from_, to, 0, data.size // size, size, None)
         else:
-            data = np.ascontiguousarray(data, np.float16 if type_ == ggml.GGML_TYPE_F16 else np.float32)
+            data = np.ascontiguousarray(
+                data, np.float16 if type_ == ggml.GGML_TYPE_F16 else np.float32
+            )
             ctypes.memmove(ggml.ggml_get_data(made), data.ctypes.data, data.nbytes)
         return made
 
@@ -104,7 +111,9 @@ def ggml_calls(kind, inputs, threads):
         padded = -(-rows // 32) * 32
         hidden = np.triu(np.full((padded, keys), -np.inf, np.float32), inputs.past + 1)
         mask = tensor(ggml.GGML_TYPE_F16, (1, 1, padded, keys), hidden)
-    result = ggml.ggml_flash_attn_ext(context, query, key, value, mask, 1 / math.sqrt(size), 0.0, 0.0)
+    result = ggml.ggml_flash_attn_ext(
+        context, query, key, value, mask, 1 / math.sqrt(size), 0.0, 0.0
+    )
     graph = ggml.ggml_new_graph(context)
     ggml.ggml_build_forward_expand(graph, result)
 
@@ -117,11 +126,15 @@ def ggml_calls(kind, inputs, threads):
 
 
 def torch_calls(kind, inputs, threads):
-    """The same: with groups of heads, and with a copy of keys and values for each head, which is not timed."""
+    """The same in torch: with grouped heads, and with keys and values copied for each query head,
+    untimed."""
     import torch
 
     torch.set_num_threads(threads)
-    query, key, value = (torch.from_numpy(x).to(getattr(torch, kind)) for x in (inputs.query, inputs.key, inputs.value))
+    query, key, value = (
+        torch.from_numpy(x).to(getattr(torch, kind))
+        for x in (inputs.query, inputs.key, inputs.value)
+    )
     attend = torch.nn.functional.scaled_dot_product_attention
     for groups in (True, False):
         if not groups:
@@ -130,7 +143,9 @@ def torch_calls(kind, inputs, threads):
 
         def run(key=key, value=value, groups=groups, written=written):
             with torch.no_grad():
-                written[:] = [attend(query, key, value, is_causal=inputs.rows > 1, enable_gqa=groups)]
+                written[:] = [
+                    attend(query, key, value, is_causal=inputs.rows > 1, enable_gqa=groups)
+                ]
 
         yield run, lambda written=written: written[0].float().numpy()
 
@@ -139,7 +154,7 @@ PEERS = {"ggml": (GGML, ggml_calls), "torch": (TORCH, torch_calls)}
 
 
 def theirs(calls, name, inputs, tolerance):
-    """Median milliseconds of the fastest way."""
+    """Median milliseconds of the fastest variant."""
     times = []
     for run, output in calls:
         times.append(sampled(run))
@@ -150,7 +165,8 @@ def theirs(calls, name, inputs, tolerance):
 
 
 def ours(program, threads, options, batch, rows, past):
-    """Median milliseconds; the program compares its rows with float64 itself, and fails where they differ."""
+    """Median milliseconds. The program itself compares rows with float64, and fails if they
+    differ."""
     prompt = ["prefill", "--size", f"{batch}x{rows}"]
     token = ["decode", "--size", f"{batch}x{past}", "--query-length", str(rows)]
     layer = ["--heads", str(HEADS), "--kv-heads", str(KV_HEADS), "--head-size", str(SIZE)]
@@ -168,7 +184,9 @@ def measure(options, there):
     """Milliseconds of each row's rounds: {(peer, kind, call): [(ours, theirs)]}."""
     rows = [(peer, kind, call) for peer in there for kind in PEERS[peer][0] for call in CALLS]
     if not rows:
-        raise RuntimeError(f"none of {', '.join(PEERS)} is installed: there is nothing to be compared with")
+        raise RuntimeError(
+            f"none of {', '.join(PEERS)} is installed: there is nothing to be compared with"
+        )
     rounds = {row: [] for row in rows}
     for number in range(options.rounds):
         for peer, kind, call in random.Random(number).sample(rows, len(rows)):
@@ -184,7 +202,9 @@ def measure(options, there):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("gqa")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--rounds", type=int, default=3)

@@ -2,8 +2,8 @@
 
     python3 bench/figure.py
 
-A dot is the time of FlashAttention-3 or of cuDNN over ours, for one row of a page. Colours and
-sizes are those of the figures of `gqa bench`.
+A dot is FlashAttention-3's or cuDNN's time over ours, for one row of a table. Colours and sizes are
+as in the figures of `gqa bench`.
 """
 import pathlib
 from xml.sax.saxutils import escape
@@ -38,14 +38,14 @@ def prefill():
 
 
 def decode():
-    """The same ratios, from times."""
+    """The same for decode, whose table has times instead of ratios."""
     rows = table(DECODE, "| heads | B x S | ours | TB/s | settled | FA3 | cuDNN")
     ratio = lambda row, column: float(row[column]) / float(row[2])
     return grouped((row[0], row[1], [ratio(row, 5), ratio(row, 6)]) for row in rows)
 
 
 def grouped(rows):
-    """Rows of the same heads together, in the order in which heads come first."""
+    """Rows sorted by heads, in the order of their first rows."""
     groups = {}
     for row in rows:
         groups.setdefault(row[0], []).append(row)
@@ -62,7 +62,7 @@ def line(x1, y1, x2, y2, color):
 
 
 def panel(left, title, rows, low, high, ticks):
-    """Dots of all rows, below each other, grouped by heads; and the panel's height."""
+    """The panel's elements, one line of dots for each row, and its height."""
     plot_left, plot_right = left + 130, left + WIDTH / 2 - 24
     place = lambda ratio: plot_left + (ratio - low) / (high - low) * (plot_right - plot_left)
     out, y, group = [], TOP + 8, None

@@ -4,19 +4,19 @@
     python3 bench/flash_attn_tests.py flash-attention --sample 200 --draw 1 -n 8
 
 Needs the wheel `gqa`, torch with an NVIDIA GPU, einops, pytest and Triton, and pytest-xdist for
-`-n`, which like all of pytest's options may be given. Nothing of flash-attn is built or changed:
-`flash_attn` and `flash_attn_interface`, which its tests import, are modules of this process whose
-functions are ours. Of each test a random sample of its cases runs. What this package does not have
-is left out, and counted:
+`-n`; all other options of pytest may be given, too. Nothing of flash-attn is built or changed:
+this process replaces the modules `flash_attn` and `flash_attn_interface`, which the tests import,
+by ones with this package's functions. A random sample of each test's cases runs. Cases that need a
+feature that this package lacks are left out, and counted:
 
-- no gradients are computed: `torch.autograd.grad` gives zeros, so that what a test says of
-  gradients says nothing, and tests of gradients alone do not run;
-- FlashAttention-3's loops over chunks of attention have no chunks.
+- Gradients are not computed. `torch.autograd.grad` returns zeros, so the tests' comparisons of
+  gradients prove nothing, and tests of gradients alone do not run.
+- FlashAttention-3's tests run without `attention_chunk`.
 
-A second query (qv), as FlashAttention-3's MLA has it, is a call of `flash_mla_with_kvcache` over
-rows of values and keys: q·k + qv·v is the product of (qv, q) and (v, k). There values of 512
-elements and keys of 64 are DeepSeek's. Its test over a KV cache runs with heads of 64 in addition,
-which have such queries.
+A second query (qv), FlashAttention-3's interface for MLA, becomes a call of
+`flash_mla_with_kvcache` over rows of values and keys: q·k + qv·v is the product of (qv, q) and
+(v, k). DeepSeek has values of 512 elements and keys of 64, so the test over a KV cache also runs
+with heads of 64.
 
 Exits with 1 if a case fails.
 """
@@ -39,7 +39,7 @@ import gqa
 
 FILES = "tests/test_flash_attn.py", "hopper/test_flash_attn.py"
 
-# Tests that do not run at all, and why.
+# Tests that do not run, and the reason.
 NOT_OURS = {
     "test_flash_attn_bwd_overflow": "gradients alone",
     "test_flash_attn_bwd_transpose": "gradients alone",
@@ -49,19 +49,19 @@ NOT_OURS = {
     "test_flash_attn_varlen_paged_kv_num_splits": "functions that are not public",
     "test_flash_attn_generator_arg_must_be_none": "functions that are not public",
     "test_flash3_bw_compatibility": "functions that are not public",
-    "test_flash_attn_kvcache_paged_block_table_bounds": "lengths on a GPU are not looked at",
+    "test_flash_attn_kvcache_paged_block_table_bounds": "lengths on a GPU are not checked",
 }
 
-# What a case with a second query does not have.
+# Features that are not supported together with a second query.
 BESIDE_QV = "local", "softcap", "new_kv", "has_leftpad", "varlen_q"
 
 
 def has_qv(case):
-    """Whether a case has a second query: over a KV cache all with heads of 64 do."""
+    """Whether a case has a second query: over a KV cache, every case with heads of 64."""
     return case.get("has_qv", "varlen_q" in case and case["d"] == 64)
 
 
-# Cases that do not run, by what they ask for.
+# Features that this package lacks, and which cases need them.
 LACKING = {
     "dropout": lambda case: case.get("dropout_p", 0) > 0,
     "float8": lambda case: case.get("dtype") is torch.float8_e4m3fn,
@@ -70,7 +70,7 @@ LACKING = {
     "sequences shorter than their rows (seqused)": lambda case: case.get("add_unused_qkv", False),
     "a KV cache with rows of any lengths, unless it is paged and nothing is appended":
         lambda case: case.get("varlen_q", False) and (case["new_kv"] or not case["page_size"]),
-    "a padding of a paged KV cache":
+    "left padding in a paged KV cache":
         lambda case: case.get("has_leftpad", False) and case.get("page_size") is not None,
 }
 
@@ -92,14 +92,14 @@ class FlashAttn2:
 
 
 class FlashAttn3:
-    """flash_attn_interface's functions, by the arguments that this package has, too."""
+    """flash_attn_interface's functions, with the arguments that this package shares."""
 
-    # What only changes how fast theirs are.
+    # Arguments that only affect speed.
     HINTS = {"pack_gqa", "num_splits", "sm_margin", "scheduler_metadata"}
 
     @classmethod
     def known(cls, others):
-        """The arguments that are given, and are no hint."""
+        """The arguments without hints and those that are None."""
         assert others.pop("attention_chunk", 0) == 0
         return {n: x for n, x in others.items() if n not in cls.HINTS and x is not None}
 
@@ -113,7 +113,7 @@ class FlashAttn3:
     @classmethod
     def flash_attn_varlen_func(cls, q, k, v, starts, key_starts, *most, qv=None, **others):
         if qv is not None:
-            # The rows of a sequence are the last ones, as its keys are.
+            # Queries are padded in front, because they are a sequence's last positions.
             rows, keys = starts.diff(), key_starts.diff()
             queries = (in_batch(x, rows, most[0], at_end=True) for x in (q, qv))
             cached = (in_batch(x, keys, most[1], at_end=False) for x in (k, v))
@@ -161,8 +161,7 @@ class FlashAttn3:
 
 
 def in_batch(x, counts, most, at_end):
-    """Sequences that lie one behind the other, each in so many rows; other rows are NaN where they
-    are behind a sequence, and 0 where they are before it."""
+    """Pads packed sequences to `most` rows: behind them with NaN, or before them with zeros."""
     out = x.new_full((len(counts), most, *x.shape[1:]), 0 if at_end else math.nan)
     for b, (rows, n) in enumerate(zip(x.split(counts.tolist()), counts.tolist())):
         out[b, most - n if at_end else 0 : most if at_end else n] = rows
@@ -184,7 +183,7 @@ def latent(q, qv, k, v, lengths, table, causal):
 
 
 def stand_in(name, functions, **others):
-    """A module of that name with those functions."""
+    """Adds a module of that name with those functions to sys.modules."""
     module = types.ModuleType(name)
     module.__dict__.update(
         {each: getattr(functions, each) for each in dir(functions) if "flash_attn" in each}
@@ -195,11 +194,11 @@ def stand_in(name, functions, **others):
 
 
 def put_in_place(checkout):
-    """A stand-in for the modules that flash-attn's tests import."""
+    """Replaces the modules that flash-attn's tests import."""
     package = stand_in("flash_attn", FlashAttn2, flash_attn_func=gqa.flash_attn_func)
-    # Rotary embeddings and padding, which tests compare with, are theirs.
+    # The references for rotary embeddings and padding are flash-attn's own.
     package.__path__ = [str(checkout / "flash_attn")]
-    # For dropout, and other GPUs.
+    # Names that are imported for dropout and for AMD's GPUs.
     private = {"_get_block_size_n": None, "USE_TRITON_ROCM": False}
     stand_in("flash_attn.flash_attn_interface", FlashAttn2, **private)
     metadata = {"get_scheduler_metadata": FlashAttn3.get_scheduler_metadata}
@@ -214,18 +213,19 @@ def no_gradients(outputs, inputs, *others, **more):
 
 
 class Loops:
-    """itertools, as FlashAttention-3's tests have it."""
+    """Replaces itertools in FlashAttention-3's tests."""
 
     @staticmethod
     def product(first, second):
-        """Of sizes of values and chunks, which alone are both numbers, all sizes without chunks."""
+        """Leaves out `attention_chunk` from the loop over value sizes and chunks, the only one over
+        two lists of integers."""
         if all(type(number) is int for number in (*first, *second)):
             second = second[-1:]
         return itertools.product(first, second)
 
 
 class Cases:
-    """All that a test is parametrised with."""
+    """All combinations of a test's parameters."""
 
     def __init__(self, test):
         marks = [mark for mark in getattr(test, "pytestmark", []) if mark.name == "parametrize"]
@@ -241,7 +241,7 @@ class Cases:
         self.count = math.prod(map(len, self.axes))
 
     def case(self, index):
-        """One of them."""
+        """The combination with that index."""
         case = {}
         for names, values in zip(self.names, self.axes):
             index, at = divmod(index, len(values))
@@ -249,7 +249,7 @@ class Cases:
         return case
 
     def sample(self, most, seed):
-        """`most` random cases that can run, and a count of the features that other drawn cases lack."""
+        """`most` random cases that can run, and for each lacking feature the number of cases."""
         found, lacking = [], Counter()
         order = random.Random(seed).sample(range(self.count), self.count)
         for index in order:
@@ -263,7 +263,7 @@ class Cases:
 
 
 class Plugin:
-    """Samples tests, and counts what became of them."""
+    """Samples the cases of each test and counts their outcomes."""
 
     def __init__(self, options):
         self.options = options
@@ -309,7 +309,7 @@ class Plugin:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_pyfunc_call(self, pyfuncitem):
-        """Runs a case; where processes share a GPU, it waits until others leave it memory."""
+        """Runs a case. If memory is short, because processes share the GPU, it tries again."""
         names = inspect.signature(pyfuncitem.obj).parameters
         arguments = {name: pyfuncitem.funcargs[name] for name in names}
         for wait in (1, 2, 4, 8, 16, None):
@@ -329,7 +329,7 @@ class Plugin:
         outcome = report.outcome
         if outcome == "skipped":
             why = report.longrepr[2].removeprefix("Skipped").removeprefix(": ")
-            outcome += f": {why or 'of no meaning, by the test itself'}"
+            outcome += f": {why or 'by the test itself'}"
         if outcome == "failed":
             errors = [x for x in report.longreprtext.splitlines() if x.startswith("E ")]
             self.failures.append(f"{report.nodeid}\n  " + "\n  ".join(errors[:3]))
@@ -352,9 +352,9 @@ def pytest_addoption(parser):
     ours = parser.getgroup("flash-attn's tests")
     ours.addoption("--checkout", type=Path, help="flash-attention's repository")
     ours.addoption("--sample", type=int, default=100, help="cases of each test")
-    ours.addoption("--draw", type=int, default=1, help="another number is another sample")
-    ours.addoption("--seconds", type=float, default=math.inf, help="begin no case after so many")
-    ours.addoption("--ends", type=float, help="the same, as a time")
+    ours.addoption("--draw", type=int, default=1, help="seed of the sample")
+    ours.addoption("--seconds", type=float, default=math.inf, help="start no case later")
+    ours.addoption("--ends", type=float, help="the same as a Unix time")
 
 
 def pytest_configure(config):
@@ -366,7 +366,7 @@ def pytest_configure(config):
 
 def main():
     checkout, *others = sys.argv[1:]
-    # Processes of pytest-xdist import this file by its name.
+    # The workers of pytest-xdist import this file by name.
     here = str(Path(__file__).parent)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
     sys.path.insert(0, here)

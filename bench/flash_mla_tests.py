@@ -4,10 +4,10 @@
     python3 bench/flash_mla_tests.py FlashMLA --dtype bf16 --seconds 300
 
 Needs the wheel `gqa`, torch with an NVIDIA GPU of compute capability 9.0, and Triton. Nothing of
-FlashMLA is built or changed: `flash_mla`, which the test imports, is a module of this process. Its
-cases run in random order, without the measurement of FlashMLA's kernel by its name. One thing
-differs, and is changed before the test compares it: where a row sees no key, FlashMLA's log-sum-exp
-is inf, and this package's -inf.
+FlashMLA is built or changed: this process replaces the module `flash_mla`, which the test imports.
+Cases run in random order, without the timing, which looks for FlashMLA's kernel by name. The
+log-sum-exp of a row without visible keys is -inf in this package and inf in FlashMLA, and is
+converted before the test compares it.
 
 Processes may share the cases: `--part 0 --parts 3` takes the first third. Exits with 1 if a case
 fails.
@@ -29,7 +29,7 @@ import torch
 import gqa
 
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-# The memory of a cache with more elements than this is freed at once: other processes may need it.
+# Larger caches are freed after their case, because other processes may share the GPU.
 LARGE = 1 << 29
 
 
@@ -39,7 +39,7 @@ def flash_mla_with_kvcache(*given, **named):
 
 
 def test_of(checkout):
-    """FlashMLA's test, on our functions."""
+    """FlashMLA's test module, which imports our functions."""
     module = types.ModuleType("flash_mla")
     module.get_mla_metadata = gqa.get_mla_metadata
     module.flash_mla_with_kvcache = flash_mla_with_kvcache
@@ -51,7 +51,7 @@ def test_of(checkout):
 
 
 def cases_of(test, dtype):
-    """What its main function runs."""
+    """The function that runs a case, and the cases of the test's main function."""
     cases = []
     run, test.test_flash_mla = test.test_flash_mla, cases.append
     test.main(dtype)
@@ -62,8 +62,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("checkout", type=Path, help="FlashMLA's repository")
     parser.add_argument("--dtype", choices=TYPES, default="bf16")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no case after")
-    parser.add_argument("--draw", type=int, default=1, help="another number is another order")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="start no case later")
+    parser.add_argument("--draw", type=int, default=1, help="seed of the order")
     parser.add_argument("--part", type=int, default=0)
     parser.add_argument("--parts", type=int, default=1)
     options = parser.parse_args()

@@ -1,6 +1,7 @@
-"""Launches that `gqa explain --json` describes, on tensors of PyTorch in this process, so that they are timed beside others' kernels.
+"""Launches the kernels that `gqa explain --json` lists on PyTorch's tensors, so that they are timed
+in one process with other libraries' kernels.
 
-Kernels come from a folder like this repository's crates/gqa-cuda/ptx/, which may hold others under the same names.
+Kernels come from crates/gqa-cuda/ptx/ or from a folder of the same form.
 """
 import ctypes
 import functools
@@ -24,8 +25,14 @@ class Attribute(ctypes.Structure):
 
 
 class Config(ctypes.Structure):
-    _fields_ = [("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("shared", ctypes.c_uint), ("stream", ctypes.c_void_p),
-                ("attributes", ctypes.POINTER(Attribute)), ("count", ctypes.c_uint)]
+    _fields_ = [
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(Attribute)),
+        ("count", ctypes.c_uint),
+    ]
 
 
 @functools.cache
@@ -41,14 +48,16 @@ def call(name, *arguments):
 
 @functools.cache
 def function(folder, entry, shared_bytes, cluster, sm, constants):
-    """The kernel as GPUs of that compute capability, times ten, get it, from a module of its own: a
-    whole family takes long to assemble. `constants` are (parameter, offset, byte)."""
-    modules = [m for m in packed.modules(folder) if any(kernel["name"] == entry for kernel in m["kernels"])]
-    runs = lambda arch: arch == f"sm_{sm}a" or not arch.endswith("a") and int(arch[3:]) <= sm
-    usable = [m for m in modules if runs(m["arch"])]
+    """Loads an entry of the newest module for the compute capability `sm`, times ten. Its text is
+    assembled by itself, because a whole family takes long. `constants` are (parameter, offset,
+    byte)."""
+    modules = [
+        m for m in packed.modules(folder) if any(kernel["name"] == entry for kernel in m["kernels"])
+    ]
+    usable = [m for m in modules if packed.runs_on(m["arch"], sm)]
     if not usable:
         raise RuntimeError(f"{entry}: {folder} has no module for compute capability {sm / 10}")
-    module = max(usable, key=lambda m: int(m["arch"][3:].rstrip("a")))
+    module = max(usable, key=lambda m: packed.number(m["arch"]))
     text = packed.folded(packed.ptx(folder, module, entry), entry, constants).encode() + b"\0"
     loaded, found = ctypes.c_void_p(), ctypes.c_void_p()
     call("cuModuleLoadData", ctypes.byref(loaded), text)
@@ -66,39 +75,57 @@ def tensor_map(address, value):
     sizes, strides = (ctypes.c_uint64 * 4)(*value["size"]), (ctypes.c_uint64 * 3)(*value["stride"])
     box, ones = (ctypes.c_uint32 * 4)(*value["box"]), (ctypes.c_uint32 * 4)(1, 1, 1, 1)
     # 16-bit elements, rank 4, no interleaving, 128-byte swizzle, 128-byte promotion, zeros outside.
-    call("cuTensorMapEncodeTiled", aligned, 1, 4, ctypes.c_void_p(address), sizes, strides, box, ones, 0, 3, 2, 0)
+    shape = ctypes.c_void_p(address), sizes, strides, box, ones
+    call("cuTensorMapEncodeTiled", aligned, 1, 4, *shape, 0, 3, 2, 0)
     return aligned
 
 
 @functools.cache
-def beside():
-    """The stream of launches that those behind them do not wait for."""
+def side_stream():
+    """The stream of launches that run concurrently with the following ones."""
     return torch.cuda.Stream(priority=-5)
 
 
 class Launches:
-    """A call's launches on these tensors (CUDA, contiguous, by role); `run` puts them into PyTorch's current stream."""
+    """A plan's launches on tensors, contiguous ones on the GPU by role. `run` enqueues them into
+    PyTorch's current stream."""
 
     def __init__(self, plan, tensors, folder=SHIPPED):
         if not plan["launches"]:
             raise RuntimeError("the plan has no launch, so there is nothing to be timed")
         self.plan, self.tensors = plan, tensors
-        self.workspace = torch.empty(max(plan["workspace_bytes"], 1), dtype=torch.uint8, device="cuda")
+        self.workspace = torch.empty(
+            max(plan["workspace_bytes"], 1), dtype=torch.uint8, device="cuda"
+        )
         self.counters = torch.zeros(max(plan["counters"], 1), dtype=torch.int32, device="cuda")
         self.launches = [self.prepared(launch, pathlib.Path(folder)) for launch in plan["launches"]]
 
     def prepared(self, launch, folder):
-        found = function(folder, launch["entry"], launch["shared_bytes"], launch["max_cluster"], self.plan["sm"],
-                         tuple(map(tuple, launch.get("constants", ()))))
+        found = function(
+            folder,
+            launch["entry"],
+            launch["shared_bytes"],
+            launch["max_cluster"],
+            self.plan["sm"],
+            tuple(map(tuple, launch.get("constants", ()))),
+        )
         params = (ctypes.c_ubyte * len(launch["params"]))(*launch["params"])
         values = [self.value(value) for value in launch["values"]] + [params]
         pointers = (ctypes.c_void_p * len(values))(*[ctypes.addressof(value) for value in values])
         has_clusters = launch["max_cluster"] > 1 and self.plan["sm"] >= 90
         wanted = [(CLUSTER, [launch["cluster"], 1, 1])] if has_clusters else []
         wanted += [(PROGRAMMATIC, [1])] if launch["programmatic"] else []
-        attributes = (Attribute * 2)(*[Attribute(id, 0, (ctypes.c_uint * 16)(*value)) for id, value in wanted])
-        config = Config((ctypes.c_uint * 3)(*launch["grid"]), (ctypes.c_uint * 3)(launch["threads"], 1, 1), launch["shared_bytes"],
-                        None, attributes, len(wanted))
+        attributes = (Attribute * 2)(
+            *[Attribute(id, 0, (ctypes.c_uint * 16)(*value)) for id, value in wanted]
+        )
+        config = Config(
+            (ctypes.c_uint * 3)(*launch["grid"]),
+            (ctypes.c_uint * 3)(launch["threads"], 1, 1),
+            launch["shared_bytes"],
+            None,
+            attributes,
+            len(wanted),
+        )
         return config, found, pointers, values
 
     def value(self, value):
@@ -111,13 +138,17 @@ class Launches:
         return tensor_map(address, value) if "box" in value else ctypes.c_uint64(address)
 
     def only(self, *wanted):
-        """Keeps the launches with one of these in their names, of which each must be in some: without a launch a call
-        would take no time."""
+        """Keeps the launches whose entry contains one of these names. A name without a launch is an
+        error: nothing would be timed."""
         entries = [launch["entry"] for launch in self.plan["launches"]]
         for text in wanted:
             if not any(text in entry for entry in entries):
-                raise RuntimeError(f"no launch of {text} to be timed; the plan has {', '.join(entries)}")
-        kept = [number for number, entry in enumerate(entries) if any(text in entry for text in wanted)]
+                raise RuntimeError(
+                    f"no launch of {text} to be timed; the plan has {', '.join(entries)}"
+                )
+        kept = [
+            number for number, entry in enumerate(entries) if any(text in entry for text in wanted)
+        ]
         self.plan = {**self.plan, "launches": [self.plan["launches"][number] for number in kept]}
         self.launches = [self.launches[number] for number in kept]
 
@@ -125,7 +156,7 @@ class Launches:
         stream, side = torch.cuda.current_stream(), None
         for described, (config, found, pointers, _) in zip(self.plan["launches"], self.launches):
             if described["concurrent"]:
-                side = beside()
+                side = side_stream()
                 side.wait_stream(stream)
             config.stream = (side if described["concurrent"] else stream).cuda_stream
             call("cuLaunchKernelEx", ctypes.byref(config), found, pointers, None)
@@ -133,10 +164,22 @@ class Launches:
             stream.wait_stream(side)
 
 
+def options(**values):
+    """Command-line options with those names and values; `kv_heads` becomes `--kv-heads`."""
+    named = ((f"--{name.replace('_', '-')}", str(value)) for name, value in values.items())
+    return [text for pair in named for text in pair]
+
+
 def explain(program, *options, switches=()):
-    """The plan of a call, on an H200 where no `--device` is named, with these environment switches (NAME=VALUE)."""
+    """The plan that `gqa explain --json` prints, with environment variables NAME=VALUE. Without
+    `--device` it is an H200's."""
     environment = os.environ | dict(switch.split("=", 1) for switch in switches)
-    done = subprocess.run([program, "explain", "--json", *map(str, options)], capture_output=True, text=True, env=environment)
+    done = subprocess.run(
+        [program, "explain", "--json", *map(str, options)],
+        capture_output=True,
+        text=True,
+        env=environment,
+    )
     if done.returncode:
         raise RuntimeError(done.stderr.strip())
     return json.loads(done.stdout)

@@ -1,10 +1,10 @@
-"""Times a token's attention with a mask, as models have it over a static cache, beside torch's `sdpa`.
+"""Times decode with a mask, as models have it over a static cache, beside torch's `sdpa`.
 
     python3 bench/masked_rows.py [--case 1,9,3,64,4160] [--rounds 5]
 
-A case is sequences, query heads, KV heads, head size and keys. Needs the Python package `gqa` and torch with a GPU.
-Prints medians of a call in CUDA graphs over buffers that are not in the L2 cache, rounds shuffled, and the largest
-difference from float64; fails where that is more than rounding.
+A case is sequences, query heads, KV heads, head size and keys. Needs the Python package `gqa` and
+torch with a GPU. Prints median times of calls in CUDA graphs with a cold L2 cache, in shuffled
+rounds, and exits with 1 if an output differs from float64 by more than rounding.
 """
 import argparse
 import random
@@ -14,8 +14,17 @@ import timing
 import torch
 import torch.nn.functional as F
 
-CASES = [(1, 9, 3, 64, 576), (1, 9, 3, 64, 4160), (1, 9, 3, 64, 7864), (1, 32, 8, 128, 1024), (1, 32, 8, 128, 8192),
-         (1, 32, 8, 128, 65536), (8, 32, 8, 128, 4096), (32, 32, 8, 128, 2048), (1, 16, 8, 256, 8192)]
+CASES = [
+    (1, 9, 3, 64, 576),
+    (1, 9, 3, 64, 4160),
+    (1, 9, 3, 64, 7864),
+    (1, 32, 8, 128, 1024),
+    (1, 32, 8, 128, 8192),
+    (1, 32, 8, 128, 65536),
+    (8, 32, 8, 128, 4096),
+    (32, 32, 8, 128, 2048),
+    (1, 16, 8, 256, 8192),
+]
 LARGEST_ERROR = 2e-2
 UNMASKED = "gqa without the mask"
 
@@ -23,14 +32,22 @@ UNMASKED = "gqa without the mask"
 def case(text):
     sizes = tuple(map(int, text.split(",")))
     if len(sizes) != 5:
-        raise argparse.ArgumentTypeError(f"got {text}; allowed: sequences, query heads, KV heads, head size, keys")
+        raise argparse.ArgumentTypeError(
+            f"got {text}; allowed: sequences, query heads, KV heads, head size, keys"
+        )
     return sizes
 
 
 def tensors(batch, heads, kv_heads, size, keys):
-    """A query row of each sequence, its cache, and a mask that hides the last keys, which nobody has written yet."""
-    new = lambda rows, heads: torch.randn(batch, rows, heads, size, device="cuda", dtype=torch.bfloat16)
-    mask = (torch.arange(keys, device="cuda") < keys - keys // 8).expand(batch, 1, 1, keys).contiguous()
+    """A query row of each sequence, its cache, and a mask that hides the unwritten last eighth."""
+    new = lambda rows, heads: torch.randn(
+        batch, rows, heads, size, device="cuda", dtype=torch.bfloat16
+    )
+    mask = (
+        (torch.arange(keys, device="cuda") < keys - keys // 8)
+        .expand(batch, 1, 1, keys)
+        .contiguous()
+    )
     return new(1, heads), new(keys, kv_heads), new(keys, kv_heads), mask
 
 
@@ -47,7 +64,9 @@ def ways():
 
     def sdpa(q, k, v, mask):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True).transpose(
+            1, 2
+        )
 
     def repeated(q, k, v, mask):
         repeats = q.shape[2] // k.shape[2]
@@ -80,7 +99,9 @@ def measure(sizes, rounds):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--case", type=case, action="append")
     parser.add_argument("--rounds", type=timing.count, default=5)
     args = parser.parse_args()

@@ -1,17 +1,17 @@
-"""Multi-head latent attention beside FlashMLA and FlashAttention-3, in one process.
+"""Times multi-head latent attention beside FlashMLA and FlashAttention-3, in one process.
 
     python3 bench/mla.py [--peer _vllm_fa3_C.abi3.so] [--row 16x1:1x8192]... [--ragged SEED]
     python3 bench/mla.py --prefill [--packed] [--peer _vllm_fa3_C.abi3.so] [--row 16:2x8192]...
 
-Needs a GPU and this project's wheel. FlashMLA (the wheel sgl-flash-mla) runs beside decode steps
-where it can be imported, FlashAttention-3 where its file is named. A row is query heads x new
-tokens : sequences x keys; --ragged draws lengths up to so many. Pages have 64 rows. Times are
-medians of CUDA graphs' replays with a cold L2 cache, peers' metadata are made beforehand, and every
-function's output is compared with float64.
+Needs a GPU and this project's wheel. Decode steps are timed with FlashMLA (the wheel sgl-flash-mla)
+if it can be imported, and with FlashAttention-3 if --peer names its file. A row is
+HEADSxTOKENS:SEQUENCESxKEYS; --ragged draws lengths of up to KEYS. Pages have 64 rows. Times are
+medians over replays of CUDA graphs with a cold L2 cache and do not include the peers' metadata.
+Every output is compared with float64.
 
---prefill is causal attention before projections are absorbed: keys of 192, values of 128, and as
-many KV heads as query heads. A row is heads : sequences x tokens; --packed has the sequences one
-behind the other, with cu_seqlens.
+--prefill is causal attention without absorbed projections: keys of 192, values of 128, and as many
+KV heads as query heads. A row is HEADS:SEQUENCESxTOKENS; --packed concatenates the sequences, with
+cu_seqlens.
 """
 import argparse
 import math
@@ -35,7 +35,7 @@ PREFILL_ROWS = [f"{heads}:{16384 // tokens}x{tokens}" for heads in (16, 128)
 
 
 class Step:
-    """One call's tensors."""
+    """The tensors of a decode step."""
 
     def __init__(self, heads, new, lengths):
         batch, longest = len(lengths), max(lengths)
@@ -49,7 +49,7 @@ class Step:
         self.out = torch.empty(batch, new, heads, VALUE, device="cuda", dtype=torch.bfloat16)
 
     def expected(self, number):
-        """Output of a sequence in float64."""
+        """A sequence's output in float64."""
         length, new = int(self.lengths[number]), self.q.shape[1]
         k = self.cache[self.table[number].long()].reshape(-1, KEY)[:length].double()
         scores = torch.einsum("nhd,kd->hnk", self.q[number].double(), k) * SCALE
@@ -73,7 +73,7 @@ def flash_mla(step):
 
 
 def flash_attention_3(step):
-    """RoPE's channels as q and k, the latent ones as q_v and v."""
+    """Passes the RoPE channels as q and k, the latent ones as q_v and v."""
     fa3, none = torch.ops._vllm_fa3_C, [None] * 3
     batch, new, heads, _ = step.q.shape
     keys = int(step.lengths.max())
@@ -90,7 +90,7 @@ def flash_attention_3(step):
 
 
 class Prefill:
-    """One call's tensors."""
+    """The tensors of a prefill."""
 
     def __init__(self, heads, batch, tokens):
         sizes = PREFILL_KEY, PREFILL_KEY, PREFILL_VALUE
@@ -102,12 +102,12 @@ class Prefill:
         self.out = torch.empty_like(self.v)
 
     def flat(self):
-        """q, k, v and the output, with all sequences in one dimension."""
+        """q, k, v and the output, with concatenated sequences."""
         return [x.flatten(0, 1) for x in (self.q, self.k, self.v, self.out)]
 
     def error(self, run):
-        """Largest difference in some rows of the first and the last head and sequence; NaN where a
-        row was not written."""
+        """Largest difference from float64 in some rows of the first and the last head and sequence;
+        NaN if a row was not written."""
         self.out.fill_(math.nan)
         out, tokens = run().view(self.out.shape), self.q.shape[1]
         rows = torch.tensor(sorted({0, min(127, tokens - 1), tokens // 2, tokens - 1}),
@@ -132,7 +132,7 @@ def our_packed_prefill(step):
 
 
 def prefill_of_flash_attention_3(step):
-    """Always of packed tensors: vLLM's build takes no others."""
+    """Over packed tensors, which vLLM's build requires."""
     fa3, none, tokens = torch.ops._vllm_fa3_C, [None] * 3, step.q.shape[1]
     (q, k, v, out), starts = step.flat(), [step.starts] * 2
     return lambda: fa3.fwd(
@@ -141,7 +141,7 @@ def prefill_of_flash_attention_3(step):
 
 
 def prefill(options):
-    """Prints a line for each row; whether one is wrong."""
+    """Prints a line for each row; returns whether one of ours is wrong."""
     ours = our_packed_prefill if options.packed else our_prefill
     functions = {"gqa": ours}
     if options.peer:
@@ -167,15 +167,15 @@ def prefill(options):
 
 
 def error(step, run):
-    """Largest difference of the first, the last and the longest sequence; NaN where a row was not
-    written."""
+    """Largest difference from float64 in the first, the last and the longest sequence; NaN if a row
+    was not written."""
     out = run()
     numbers = {0, len(step.lengths) - 1, int(step.lengths.argmax())}
     return max((out[i].double() - step.expected(i)).abs().max().item() for i in numbers)
 
 
 def measure(heads, new, lengths, functions, rounds, replays):
-    """Medians and errors."""
+    """(median, error) of each function."""
     first = Step(heads, new, lengths)
     count = min(timing.sets(first.cache.nbytes), 8)
     steps = [first] + [Step(heads, new, lengths) for _ in range(count - 1)]
@@ -195,11 +195,11 @@ def main():
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
     parser.add_argument("--peer", metavar="FILE", help="_vllm_fa3_C.abi3.so of vLLM's wheel")
-    parser.add_argument("--row", action="append", help=f"without one: {' '.join(ROWS)}; "
+    parser.add_argument("--row", action="append", help=f"default: {' '.join(ROWS)}; "
                         f"with --prefill {' '.join(PREFILL_ROWS)}")
     parser.add_argument("--prefill", action="store_true", help="keys of 192, values of 128")
     parser.add_argument("--packed", action="store_true", help="prefill of packed sequences")
-    parser.add_argument("--ragged", type=int, metavar="SEED", help="lengths differ")
+    parser.add_argument("--ragged", type=int, metavar="SEED", help="draw different lengths")
     parser.add_argument("--rounds", type=timing.count, default=3)
     parser.add_argument("--replays", type=timing.count, default=5)
     options = parser.parse_args()
@@ -212,7 +212,7 @@ def main():
 
 
 def decode(options):
-    """Prints a line for each row; whether one is wrong."""
+    """Prints a line for each row; returns whether one of ours is wrong."""
     functions = {"gqa": ours}
     try:
         import flash_mla as _  # noqa: F401

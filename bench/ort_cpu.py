@@ -1,10 +1,11 @@
-"""Times this project's CPU back end beside ONNX Runtime's CPU GroupQueryAttention: rotary, shared cache, same threads, same run; float32,
-float16, and float32 over a cache of int8 codes.
+"""Times this project's CPU back end beside ONNX Runtime's CPU GroupQueryAttention, with RoPE, a
+shared cache and as many threads, in one run: float32, float16, and float32 over an int8 cache.
 
     python3 bench/ort_cpu.py target/release/gqa [--threads N] [--rounds 3] [--out FILE]
 
-Needs the wheels onnxruntime, onnx and numpy. The two take turns; each figure is the median of the rounds' medians. Run it on a machine
-that does nothing else. FILE is for `gqa bench --backend cpu --dtype f32 --rotary half … --against FILE`, and has what is without codes.
+Needs the wheels onnxruntime, onnx and numpy. The two alternate; a figure is the median of the
+rounds' medians. Run it on an idle machine. FILE is for `gqa bench --backend cpu --dtype f32
+--rotary half … --against FILE`, and has no rows over int8.
 """
 import argparse
 import json
@@ -18,28 +19,56 @@ import onnxruntime
 from onnx import TensorProto, helper
 
 HEADS, KV_HEADS, SIZE = 32, 8, 128
-# New rows, rows in the cache before.
+# (new rows, cached rows)
 CALLS = [(512, 0), (2048, 0), (1, 2048), (1, 8192)]
-# What is computed with, and what the cache holds.
-KINDS = {"float32": (np.float32, np.float32), "float16": (np.float16, np.float16), "int8 cache": (np.float32, np.int8)}
-# Standard normal numbers have codes of all sizes with it.
+# (element type, type of the cache)
+KINDS = {
+    "float32": (np.float32, np.float32),
+    "float16": (np.float16, np.float16),
+    "int8 cache": (np.float32, np.int8),
+}
+# The scale with which int8 covers a standard normal distribution.
 SCALE = 1 / 40
 
 
 def model(kind):
     element, cached = (helper.np_dtype_to_tensor_dtype(np.dtype(kind)) for kind in KINDS[kind])
-    names = ["query", "key", "value", "past_key", "past_value", "seqlens_k", "total_sequence_length", "cos_cache", "sin_cache"]
+    names = [
+        "query",
+        "key",
+        "value",
+        "past_key",
+        "past_value",
+        "seqlens_k",
+        "total_sequence_length",
+        "cos_cache",
+        "sin_cache",
+    ]
     types = [element] * 3 + [cached] * 2 + [TensorProto.INT32] * 2 + [element] * 2
     ranks, attributes = [3, 3, 3, 4, 4, 1, 1, 2, 2], {}
-    value = lambda name, kind, rank: helper.make_tensor_value_info(name, kind, [f"{name}{i}" for i in range(rank)])
+    value = lambda name, kind, rank: helper.make_tensor_value_info(
+        name, kind, [f"{name}{i}" for i in range(rank)]
+    )
     inputs = [value(*x) for x in zip(names, types, ranks)]
     if cached != element:
         names += ["", "", "", "k_scale", "v_scale"]
         inputs += [value(name, TensorProto.FLOAT, 1) for name in names[-2:]]
-        attributes = {"k_quant_type": "PER_TENSOR", "v_quant_type": "PER_TENSOR", "kv_cache_bit_width": 8}
+        attributes = {
+            "k_quant_type": "PER_TENSOR",
+            "v_quant_type": "PER_TENSOR",
+            "kv_cache_bit_width": 8,
+        }
     outputs = ["output", "present_key", "present_value"]
-    node = helper.make_node("GroupQueryAttention", names, outputs, domain="com.microsoft", num_heads=HEADS,
-                            kv_num_heads=KV_HEADS, do_rotary=1, **attributes)
+    node = helper.make_node(
+        "GroupQueryAttention",
+        names,
+        outputs,
+        domain="com.microsoft",
+        num_heads=HEADS,
+        kv_num_heads=KV_HEADS,
+        do_rotary=1,
+        **attributes,
+    )
     results = [value(*x) for x in zip(outputs, [element, cached, cached], [3, 4, 4])]
     opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
     graph = helper.make_graph([node], "gqa", inputs, results)
@@ -47,7 +76,7 @@ def model(kind):
 
 
 def binding(session, kind, rows, past):
-    """A call whose cache is full afterwards; past and present are one buffer."""
+    """Binds a call that fills its cache; past and present are one buffer."""
     total, random, (element, cached) = rows + past, np.random.default_rng(0), KINDS[kind]
     noise = lambda *shape: random.standard_normal(shape, dtype=np.float32).astype(element)
     if element == cached:
@@ -55,10 +84,17 @@ def binding(session, kind, rows, past):
     else:
         cache = lambda: np.clip(noise(1, KV_HEADS, total, SIZE) / SCALE, -128, 127).astype(cached)
     angle = np.outer(np.arange(total), 500_000.0 ** (-np.arange(SIZE // 2) / (SIZE // 2)))
-    feed = {"query": noise(1, rows, HEADS * SIZE), "key": noise(1, rows, KV_HEADS * SIZE), "value": noise(1, rows, KV_HEADS * SIZE),
-            "past_key": cache(), "past_value": cache(),
-            "seqlens_k": np.array([total - 1], np.int32), "total_sequence_length": np.array([total], np.int32),
-            "cos_cache": np.cos(angle).astype(element), "sin_cache": np.sin(angle).astype(element)}
+    feed = {
+        "query": noise(1, rows, HEADS * SIZE),
+        "key": noise(1, rows, KV_HEADS * SIZE),
+        "value": noise(1, rows, KV_HEADS * SIZE),
+        "past_key": cache(),
+        "past_value": cache(),
+        "seqlens_k": np.array([total - 1], np.int32),
+        "total_sequence_length": np.array([total], np.int32),
+        "cos_cache": np.cos(angle).astype(element),
+        "sin_cache": np.sin(angle).astype(element),
+    }
     if element != cached:
         feed |= {name: np.array([SCALE], np.float32) for name in ["k_scale", "v_scale"]}
     bound = session.io_binding()
@@ -84,11 +120,21 @@ def theirs(session, bound):
 
 def ours(program, threads, kind, rows, past):
     """Median milliseconds."""
-    options = {"float32": ["--dtype", "f32"], "float16": ["--dtype", "f16"], "int8 cache": ["--dtype", "f32", "--kv-cache", "int8"]}[kind]
-    size = ["decode", "--size", f"1x{past}", "--query-length", str(rows)] if past else ["prefill", "--size", f"1x{rows}"]
-    command = [program, "bench", *size, *options, "--backend", "cpu", "--rotary", "half", "--heads", str(HEADS),
-               "--kv-heads", str(KV_HEADS), "--head-size", str(SIZE), "--json"]
-    done = subprocess.run(command, env={**os.environ, "RAYON_NUM_THREADS": str(threads)}, capture_output=True, text=True)
+    options = {
+        "float32": ["--dtype", "f32"],
+        "float16": ["--dtype", "f16"],
+        "int8 cache": ["--dtype", "f32", "--kv-cache", "int8"],
+    }[kind]
+    size = (
+        ["decode", "--size", f"1x{past}", "--query-length", str(rows)]
+        if past
+        else ["prefill", "--size", f"1x{rows}"]
+    )
+    layer = ["--heads", str(HEADS), "--kv-heads", str(KV_HEADS), "--head-size", str(SIZE)]
+    layer += ["--backend", "cpu", "--rotary", "half"]
+    command = [program, "bench", *size, *options, *layer, "--json"]
+    environment = {**os.environ, "RAYON_NUM_THREADS": str(threads)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     report = json.loads(done.stdout) if done.stdout else {"results": []}
     if done.returncode != 0 or not report["results"]:
         raise SystemExit(f"{' '.join(command)}: {done.stderr.strip() or report.get('failed')}")
@@ -96,7 +142,9 @@ def ours(program, threads, kind, rows, past):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("gqa")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--rounds", type=int, default=3)
@@ -106,22 +154,46 @@ def main():
         parser.error(f"--rounds: got {options.rounds}; allowed: 1 or more")
     settings = onnxruntime.SessionOptions()
     settings.intra_op_num_threads, settings.log_severity_level = options.threads, 3
-    print(f"onnxruntime {onnxruntime.__version__}, {options.threads} threads, load {os.getloadavg()[0]:.2f} before the run")
-    written = {"provenance": {"onnxruntime": onnxruntime.__version__, "threads": str(options.threads)}, "results": [], "gqa": []}
+    print(
+        f"onnxruntime {onnxruntime.__version__}, {options.threads} threads, "
+        f"load {os.getloadavg()[0]:.2f} before the run"
+    )
+    written = {
+        "provenance": {"onnxruntime": onnxruntime.__version__, "threads": str(options.threads)},
+        "results": [],
+        "gqa": [],
+    }
     for kind in KINDS:
-        session = onnxruntime.InferenceSession(model(kind), settings, providers=["CPUExecutionProvider"])
+        session = onnxruntime.InferenceSession(
+            model(kind), settings, providers=["CPUExecutionProvider"]
+        )
         for rows, past in CALLS:
             bound, pairs = binding(session, kind, rows, past), []
             for _ in range(options.rounds):
-                pairs.append((theirs(session, bound), ours(options.gqa, options.threads, kind, rows, past)))
+                pairs.append(
+                    (theirs(session, bound), ours(options.gqa, options.threads, kind, rows, past))
+                )
             ort, gqa = (statistics.median(column) for column in zip(*pairs))
             spread = max(abs(ours_ / gqa - 1) for _, ours_ in pairs)
-            print(f"{kind:10} {rows:5} rows, past {past:5}: gqa {gqa:8.2f} ms (rounds within {spread:.0%}), onnxruntime {ort:8.2f} ms, "
-                  f"ratio {ort / gqa:.2f}", flush=True)
+            print(
+                f"{kind:10} {rows:5} rows, past {past:5}: gqa {gqa:8.2f} ms "
+                f"(rounds within {spread:.0%}), onnxruntime {ort:8.2f} ms, "
+                f"ratio {ort / gqa:.2f}",
+                flush=True,
+            )
             if KINDS[kind][0] != KINDS[kind][1]:
                 continue
-            call = {"dtype": kind, "batch": 1, "query_length": rows, "past_length": past, "heads": HEADS, "kv_heads": KV_HEADS,
-                    "head_size": SIZE, "causal": True, "window": -1}
+            call = {
+                "dtype": kind,
+                "batch": 1,
+                "query_length": rows,
+                "past_length": past,
+                "heads": HEADS,
+                "kv_heads": KV_HEADS,
+                "head_size": SIZE,
+                "causal": True,
+                "window": -1,
+            }
             written["results"].append({"peer": "ONNX Runtime CPU", **call, "median_us": ort * 1e3})
             written["gqa"].append({**call, "median_us": gqa * 1e3, "rounds_ms": pairs})
     with open(options.out, "w") as file:

@@ -2,9 +2,9 @@
 
     python3 bench/ort_cuda_llm.py target/release/libgqa_ort.so [--batches 1,8,32] [--rounds 5]
 
-A model of Llama-3-8B's shape with 8 layers, float16, random weights, caches that past and present
-share, IO binding; all in one process. A step waits for the GPU. The two take turns; figures are
-medians of all steps of all rounds. Needs torch with a GPU, onnxruntime-gpu and onnx.
+A model of Llama-3-8B's shape with 8 layers, float16, random weights, shared caches and IO binding;
+all in one process. Each step waits for the GPU. The two alternate; figures are medians of all
+steps. Needs torch with a GPU, onnxruntime-gpu and onnx.
 """
 
 import argparse
@@ -15,7 +15,7 @@ import sys
 import time
 
 import numpy as np
-import torch  # Before ONNX Runtime, which then finds CUDA's libraries.
+import torch  # Before ONNX Runtime, so that it finds CUDA's libraries.
 import onnxruntime
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "tests"))
@@ -28,7 +28,7 @@ TYPES = {"tensor(float16)": torch.float16, "tensor(float)": torch.float32,
 
 
 def shapes(shape):
-    """Weights of which only the shapes count."""
+    """Placeholders with the shapes of the weights."""
     matrix = lambda rows, columns: np.broadcast_to(np.float32(0), (rows, columns))
     norm = np.ones(shape.hidden, np.float32)
     queries, keys = shape.heads * shape.size, shape.kv_heads * shape.size
@@ -60,7 +60,7 @@ def session(model, library, graph):
 
 
 def matrices(engine, shape):
-    """Random weights on the GPU, and the tables of angles."""
+    """Random weights and RoPE's tables on the GPU."""
     tables = dict(zip(["cos_cache", "sin_cache"], make_llm.rotations(shape)))
     found = {}
     for value in engine.get_inputs():
@@ -93,7 +93,7 @@ def step(engine, binding):
 
 
 def tensors_of(shape, batch, keys):
-    """Bytes that a step over `keys` keys reads and writes, without weights."""
+    """Caches, inputs and the output of a step over `keys` keys."""
     cache = lambda: torch.randn(batch, shape.kv_heads, keys, shape.size, device="cuda").half()
     found = {f"past.{layer}.{part}": cache() for layer in range(shape.layers)
              for part in ["key", "value"]}
@@ -123,7 +123,7 @@ def main():
     print(f"{torch.cuda.get_device_name(0)}, ONNX Runtime {onnxruntime.__version__}", flush=True)
     for batch in map(int, options.batches.split(",")):
         for keys in map(int, options.keys.split(",")):
-            # A graph is of one shape.
+            # A session's CUDA graph has one shape.
             sides = [None, os.path.abspath(options.library)]
             engines = [session(model, library, options.graph) for library in sides]
             weights = weights or matrices(engines[0], shape)
@@ -133,7 +133,7 @@ def main():
 
 
 def row(engines, tensors, rounds):
-    """Tokens per second of both, and how far their logits are from each other."""
+    """A line with both sides' times and the difference of their logits."""
     bindings = [bound(engine, tensors) for engine in engines]
     logits = []
     for engine, binding in zip(engines, bindings):

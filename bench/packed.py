@@ -1,5 +1,5 @@
-"""PTX as this repository ships it, crates/gqa-cuda/ptx/: files of kernels, described in
-crates/gqa-ptx/src/packed.rs."""
+"""Reads the PTX in crates/gqa-cuda/ptx/, whose files crates/gqa-ptx/src/packed.rs describes."""
+
 import collections
 import json
 import lzma
@@ -14,14 +14,26 @@ def modules(folder):
     return json.loads((folder / "manifest.json").read_text())["modules"]
 
 
+def number(arch):
+    """100 for sm_100f."""
+    return int(arch[3:].rstrip("af"))
+
+
+def runs_on(arch, sm):
+    """Whether GPUs of that compute capability, times ten, run modules for the target."""
+    if arch.endswith("a"):
+        return number(arch) == sm
+    return number(arch) <= sm and not (arch.endswith("f") and number(arch) // 10 != sm // 10)
+
+
 def ptx(folder, module, kernel):
-    """The text of a kernel alone."""
+    """The PTX of one kernel, with its module's header."""
     row = next(row for row in module["kernels"] if row["name"] == kernel)
-    # Older folders have a file for each kernel and do not name it.
+    # Manifests of older versions name no file: each kernel had its own.
     packed = (folder / row.get("file", f"{module['arch']}/{kernel}.ptx.packed")).read_bytes()
     text = absolute(lzma.decompress(packed, lzma.FORMAT_ALONE).decode())
     twin = row.get("twin", kernel)
-    # A file has a whole text for each of its modules.
+    # A file holds the concatenated texts of several modules.
     own = [f"\n.target {module['arch']}\n", f"\n.visible .entry {twin}("]
     texts = re.split(r"(?m)^(?=\.version )", text)
     text = next(text for text in texts if all(part in text for part in own))
@@ -30,22 +42,33 @@ def ptx(folder, module, kernel):
     return text if twin == kernel else as_f16(text)
 
 
-# What kernels for bfloat16 and for float16 have for an operation, as crates/gqa-ptx/src/twin.rs says.
+# Statements for bfloat16 and what replaces them for float16, as in crates/gqa-ptx/src/twin.rs.
 TWINS = [
     ("{ .reg .b32 bf16; cvt.u32.u16 bf16, #1; shl.b32 #0, bf16, 16; }", "cvt.f32.f16 #0, #1;"),
-    ("{ .reg .b32 bf16; mov.b32 bf16, #1; shl.b32 #0, bf16, 16; }",
-     "{ .reg .b16 low, high; mov.b32 {low, high}, #1; cvt.f32.f16 #0, low; }"),
-    ("{ .reg .b32 bf16; mov.b32 bf16, #1; and.b32 #0, bf16, 0xffff0000; }",
-     "{ .reg .b16 low, high; mov.b32 {low, high}, #1; cvt.f32.f16 #0, high; }"),
-    ("{ .reg .b32 bf16; .reg .b16 low; .reg .pred nan; setp.nan.f32 nan, #1, #1; bfe.u32 bf16, #1, 16, 1; "
-     "add.u32 bf16, bf16, 0x7fff; add.u32 bf16, bf16, #1; selp.b32 bf16, 0x7fffffff, bf16, nan; "
-     "mov.b32 {low, #0}, bf16; }", "cvt.rn.f16.f32 #0, #1;"),
-    ("{ .reg .b32 bf16, f16; mov.b32 f16, #2; mov.b32 bf16, #1; mov.b32 #0, bf16; }", "mov.b32 #0, #2;"),
+    (
+        "{ .reg .b32 bf16; mov.b32 bf16, #1; shl.b32 #0, bf16, 16; }",
+        "{ .reg .b16 low, high; mov.b32 {low, high}, #1; cvt.f32.f16 #0, low; }",
+    ),
+    (
+        "{ .reg .b32 bf16; mov.b32 bf16, #1; and.b32 #0, bf16, 0xffff0000; }",
+        "{ .reg .b16 low, high; mov.b32 {low, high}, #1; cvt.f32.f16 #0, high; }",
+    ),
+    (
+        "{ .reg .b32 bf16; .reg .b16 low; .reg .pred nan; setp.nan.f32 nan, #1, #1; "
+        "bfe.u32 bf16, #1, 16, 1; "
+        "add.u32 bf16, bf16, 0x7fff; add.u32 bf16, bf16, #1; selp.b32 bf16, 0x7fffffff, bf16, nan; "
+        "mov.b32 {low, #0}, bf16; }",
+        "cvt.rn.f16.f32 #0, #1;",
+    ),
+    (
+        "{ .reg .b32 bf16, f16; mov.b32 f16, #2; mov.b32 bf16, #1; mov.b32 #0, bf16; }",
+        "mov.b32 #0, #2;",
+    ),
 ]
 
 
 def as_f16(text):
-    """The text of a kernel for float16, from that of its twin for bfloat16."""
+    """Rewrites the text of a bfloat16 kernel as its float16 twin's."""
     for bf16, f16 in TWINS:
         operands = set()
 
@@ -61,7 +84,7 @@ def as_f16(text):
 
 
 def absolute(text):
-    """The text with numbers of registers in place of their distances."""
+    """The text with relative register numbers made absolute."""
     last = collections.Counter()
 
     def number(match):
@@ -75,8 +98,8 @@ def absolute(text):
 
 
 def folded(text, kernel, constants):
-    """The text with loads of known bytes as constants, as crates/gqa-ptx/src/fold.rs says. `constants` are (parameter,
-    offset, byte)."""
+    """The text with loads of known parameter bytes replaced by constants, as
+    crates/gqa-ptx/src/fold.rs does. `constants` are (parameter, offset, byte)."""
     known = {(parameter, offset): byte for parameter, offset, byte in constants}
     pattern = rf"ld\.param\.b(\d+) \t(%\w+), \[({kernel}_param_(\d+))(?:\+(\d+))?\];"
 
@@ -94,7 +117,10 @@ def folded(text, kernel, constants):
         if size < 8 or halves == [None, None]:
             return match[0]
         load = lambda half: f"ld.param.b32 h{half}, [{name}+{place[1] + 4 * half}];"
-        moves = [load(i) if half is None else f"mov.b32 h{i}, {half:#x};" for i, half in enumerate(halves)]
+        moves = [
+            load(i) if half is None else f"mov.b32 h{i}, {half:#x};"
+            for i, half in enumerate(halves)
+        ]
         return f"{{ .reg .b32 h0, h1; {' '.join(moves)} mov.b64 {register}, {{h0, h1}}; }}"
 
     return re.sub(pattern, moved, text)

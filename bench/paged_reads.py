@@ -1,12 +1,11 @@
-"""Times calls of the Python package `gqa` over a paged KV cache to which nothing is appended, and
-such that append, on the processor and on the GPU.
+"""Times calls of the Python package `gqa` over a paged KV cache, with and without appended rows, on
+the processor and on the GPU.
 
     python3 bench/paged_reads.py [--rounds 7]
 
-Needs torch with a GPU. Prints, of each call, the least of the rounds' microseconds of the processor
-(a round is 200 calls, with a wait before it) and the median of a call in a CUDA graph. Where the
-package has no `seqused_k` it says so. To compare two versions of the package run it with each of
-them in turn. What the calls compute is `test_cuda.py`'s to check.
+Needs torch with a GPU. Prints for each call the CPU time, the least of rounds of 200 calls that
+begin with an idle GPU, and the GPU's median in a CUDA graph. A version of the package without
+`seqused_k` reports that. Alternate two versions to compare them. `test_cuda.py` checks the results.
 """
 import argparse
 import time
@@ -28,7 +27,7 @@ def numbers(values):
 
 
 def calls(batch, keys, rows):
-    """By name, calls of as many sequences with so many keys, and rows."""
+    """Calls by name, for `batch` sequences of `keys` keys and `rows` query rows."""
     import gqa
 
     columns = -(-keys // BLOCK)
@@ -43,16 +42,23 @@ def calls(batch, keys, rows):
     bounds = rows, keys
     flat = q.flatten(0, 1)
     return {
-        "with_kvcache, appends": lambda: gqa.flash_attn_with_kvcache(q, *cache, *appended, *turns, **whole),
-        "with_kvcache": lambda: gqa.flash_attn_with_kvcache(q, *cache, cache_seqlens=lengths, **shared),
-        "varlen": lambda: gqa.flash_attn_varlen_func(flat, *cache, starts, key_starts, *bounds, **shared),
+        "with_kvcache, appends": lambda: gqa.flash_attn_with_kvcache(
+            q, *cache, *appended, *turns, **whole
+        ),
+        "with_kvcache": lambda: gqa.flash_attn_with_kvcache(
+            q, *cache, cache_seqlens=lengths, **shared
+        ),
+        "varlen": lambda: gqa.flash_attn_varlen_func(
+            flat, *cache, starts, key_starts, *bounds, **shared
+        ),
         "varlen, seqused_k": lambda: gqa.flash_attn_varlen_func(
-            flat, *cache, starts, None, *bounds, seqused_k=lengths, **shared),
+            flat, *cache, starts, None, *bounds, seqused_k=lengths, **shared
+        ),
     }
 
 
 def on_processor(call, rounds):
-    """Microseconds of a call."""
+    """The processor's microseconds of a call."""
     times = []
     for _ in range(rounds):
         torch.cuda.synchronize()
@@ -64,8 +70,10 @@ def on_processor(call, rounds):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=timing.count, default=7, help="times that each is timed")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=timing.count, default=7, help="rounds of each call")
     rounds = parser.parse_args().rounds
     for batch, keys, rows in CALLS:
         for name, call in calls(batch, keys, rows).items():

@@ -1,13 +1,14 @@
-"""Times public attention kernels on this GPU, and this project's beside them, interleaved in one run.
+"""Times other libraries' attention kernels and this project's on this GPU, in one run.
 
     python3 bench/peers.py prefill --gqa target/release/gqa --out peers.json
-    gqa bench prefill --against peers.json --report prompts.html
+    gqa bench prefill --against peers.json --report prefill.html
 
-Needs torch with a GPU. FlashAttention-3 (wheel fa3-fwd) takes part where it is installed. Each time is the median over replays of a
-CUDA graph whose calls walk over buffers larger than the L2 cache together, and of that the median over the rounds. Peers
-compute attention alone, gqa the operator: it also appends to the cache (and rotates with --rotary). With --cached gqa computes
-attention alone too, in this process and on these buffers, with kernels from one or more folders of PTX. Exits with 1 if gqa fails or nothing takes a call.
-ort_cuda.py has ONNX Runtime.
+Needs torch with a GPU; FlashAttention-3 (wheel fa3-fwd) is timed if it is installed. A time is the
+median over replays of a CUDA graph whose calls walk over buffers larger than L2, and over the
+rounds. Peers compute attention alone. gqa also appends to the cache, and rotates with --rotary;
+with --cached it computes attention alone, too, in this process and on these buffers, with kernels
+from one or more folders of PTX. Exits with 1 if gqa fails or no peer supports a call. ort_cuda.py
+times ONNX Runtime.
 """
 import argparse
 import json
@@ -33,8 +34,15 @@ try:
 except ImportError:
     fa3 = None
 
-DTYPES = {"bf16": ("bfloat16", torch.bfloat16), "f16": ("float16", torch.float16), "f32": ("float32", torch.float32)}
-SIZES = {"prefill": "32x512,8x2048,2x8192,1x16384", "decode": "1x1024,1x8192,8x8192,32x2048,32x8192"}
+DTYPES = {
+    "bf16": ("bfloat16", torch.bfloat16),
+    "f16": ("float16", torch.float16),
+    "f32": ("float32", torch.float32),
+}
+SIZES = {
+    "prefill": "32x512,8x2048,2x8192,1x16384",
+    "decode": "1x1024,1x8192,8x8192,32x2048,32x8192",
+}
 
 
 @dataclass(frozen=True)
@@ -58,14 +66,20 @@ class Call:
 
 
 class Unsupported(Exception):
-    """The peer does not do this call."""
+    """The peer does not support the call."""
 
 
 def buffers(call):
-    """Enough sets of (query, key, value), each (batch, rows, heads, size), that none is in the cache when its turn comes."""
+    """Sets of (query, key, value), each (batch, rows, heads, size), larger than L2 together."""
     dtype = DTYPES[call.dtype][1]
-    shape = lambda rows, heads: torch.randn(call.batch, rows, heads, call.head_size, device="cuda", dtype=dtype)
-    one = lambda: (shape(call.query_length, call.heads), shape(call.total, call.kv_heads), shape(call.total, call.kv_heads))
+    shape = lambda rows, heads: torch.randn(
+        call.batch, rows, heads, call.head_size, device="cuda", dtype=dtype
+    )
+    one = lambda: (
+        shape(call.query_length, call.heads),
+        shape(call.total, call.kv_heads),
+        shape(call.total, call.kv_heads),
+    )
     first = one()
     count = timing.sets(sum(t.numel() * t.element_size() for t in first))
     return [first] + [one() for _ in range(count - 1)]
@@ -97,7 +111,10 @@ def scaled_dot_product(backend):
 
             def attend():
                 with sdpa_kernel(backend):
-                    return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
+                    return F.scaled_dot_product_attention(
+                        q, k, v, is_causal=causal, enable_gqa=grouped
+                    )
+
             return attend
         return timing.timed([run(*tensors) for tensors in sets], replays)
     return peer
@@ -131,24 +148,38 @@ PEERS = {
 
 
 def layer(call):
-    """The program's options."""
-    return ["--heads", str(call.heads), "--kv-heads", str(call.kv_heads), "--head-size", str(call.head_size), "--window",
-            str(call.window), "--dtype", call.dtype] + ([] if call.causal else ["--bidirectional"])
+    """The program's options for the layer."""
+    options = launches.options(
+        heads=call.heads,
+        kv_heads=call.kv_heads,
+        head_size=call.head_size,
+        window=call.window,
+        dtype=call.dtype,
+    )
+    return options + ([] if call.causal else ["--bidirectional"])
 
 
 def attention_alone(program, folder, *chosen, switches=()):
-    """The program's plan, launched from here on a cache that holds all rows.
+    """Launches the program's plan in this process, over a cache that holds all rows.
 
-    `chosen` are options of `gqa explain`, and `switches` environment switches."""
+    `chosen` are options of `gqa explain`, `switches` environment variables NAME=VALUE."""
     def peer(call, sets, replays):
-        sizes = ["--batch", call.batch, "--query-length", call.query_length, "--past-length", call.past_length]
+        sizes = launches.options(
+            batch=call.batch, query_length=call.query_length, past_length=call.past_length
+        )
         wanted = ["--cached", *chosen, *sizes, *layer(call)]
         plan = launches.explain(program, *wanted, switches=switches)
         lengths = torch.full((call.batch,), call.total - 1, device="cuda", dtype=torch.int32)
 
         def prepared(q, k, v):
             cache = [t.transpose(1, 2).contiguous() for t in (k, v)]
-            tensors = {"query": q, "seqlens_k": lengths, "present_key": cache[0], "present_value": cache[1], "output": torch.full_like(q, math.nan)}
+            tensors = {
+                "query": q,
+                "seqlens_k": lengths,
+                "present_key": cache[0],
+                "present_value": cache[1],
+                "output": torch.full_like(q, math.nan),
+            }
             return launches.Launches(plan, tensors, folder)
         prepared_calls = [prepared(*tensors) for tensors in sets]
         prepared_calls[0].run()
@@ -158,7 +189,7 @@ def attention_alone(program, folder, *chosen, switches=()):
 
 
 def check(call, q, k, v, output):
-    """Some rows of a batch entry and a head against float64."""
+    """Compares some rows of the last batch entry and head with float64."""
     batch, head = call.batch - 1, call.heads - 1
     rows = torch.randint(call.query_length, (16,), device="cuda")
     kv = head // (call.heads // call.kv_heads)
@@ -168,16 +199,20 @@ def check(call, q, k, v, output):
         scores.masked_fill_(key > position, -math.inf)
     if call.window >= 0:
         scores.masked_fill_(key <= position - call.window, -math.inf)
-    error = (output[batch, rows, head].double() - scores.softmax(1) @ v[batch, :, kv].double()).abs().max().item()
+    expected = scores.softmax(1) @ v[batch, :, kv].double()
+    error = (output[batch, rows, head].double() - expected).abs().max().item()
     if not error < 0.02:
         raise RuntimeError(f"wrong by {error}")
 
 
 def ours(program, call, extra):
-    """One row of `gqa bench --json`, in a process of its own."""
+    """Runs `gqa bench --json` for one call."""
     mode = "decode" if call.past_length else "prefill"
-    size = ["--size", f"{call.batch}x{call.past_length}", "--query-length", str(call.query_length)] if call.past_length else [
-        "--size", f"{call.batch}x{call.query_length}"]
+    size = (
+        ["--size", f"{call.batch}x{call.past_length}", "--query-length", str(call.query_length)]
+        if call.past_length
+        else ["--size", f"{call.batch}x{call.query_length}"]
+    )
     command = [program, "bench", mode, "--backend", "cuda", "--json", *size, *layer(call), *extra]
     done = subprocess.run(command, capture_output=True, text=True)
     report = json.loads(done.stdout) if done.stdout else {"results": []}
@@ -199,14 +234,25 @@ def ceilings():
     a, b = bf16(8192, 8192), bf16(8192, 8192)
     product = 2 * 8192 ** 3 / timing.timed([lambda: a @ b] * 4, 10) / 1e6
     memory = f"measured by bench/peers.py: {'copy' if copied > read else 'sum'} of 2 GiB"
-    return {"memory": {"per_second": max(copied, read) * 1e9, "source": memory},
-            "half": {"per_second": product * 1e12, "source": "measured by bench/peers.py: bfloat16 product 8192 x 8192 x 8192"}}
+    return {
+        "memory": {"per_second": max(copied, read) * 1e9, "source": memory},
+        "half": {
+            "per_second": product * 1e12,
+            "source": "measured by bench/peers.py: bfloat16 product 8192 x 8192 x 8192",
+        },
+    }
 
 
 def provenance():
-    found = {"device": torch.cuda.get_device_name(0), "torch": torch.__version__, "cuda": str(torch.version.cuda),
-             "cudnn": str(torch.backends.cudnn.version()), "python": platform.python_version(), "command": " ".join(sys.argv),
-             "date": time.strftime("%Y-%m-%dT%H:%MZ", time.gmtime())}
+    found = {
+        "device": torch.cuda.get_device_name(0),
+        "torch": torch.__version__,
+        "cuda": str(torch.version.cuda),
+        "cudnn": str(torch.backends.cudnn.version()),
+        "python": platform.python_version(),
+        "command": " ".join(sys.argv),
+        "date": time.strftime("%Y-%m-%dT%H:%MZ", time.gmtime()),
+    }
     return found
 
 
@@ -219,12 +265,15 @@ def calls(options):
                 batch, length = map(int, text.split("x"))
                 rows, past = (length, 0) if options.mode == "prefill" else (1, length)
                 causal = not options.bidirectional
-                yield Call(dtype, batch, rows, past, int(query), int(kv), int(size), causal, options.window)
+                yield Call(
+                    dtype, batch, rows, past, int(query), int(kv), int(size), causal, options.window
+                )
 
 
 def measure(call, options, peers):
-    """Median microseconds by name, the last record of `gqa bench`, and whether gqa failed or nothing was timed. Rounds are interleaved, each in another order, because a
-    kernel finds the clock as the last one left it."""
+    """Median microseconds by name, the last record of `gqa bench`, and whether gqa failed or
+    nothing was timed. The order is shuffled in each round, because the clock depends on the
+    preceding kernel."""
     sets, times, ours_last, failed = buffers(call), {}, None, False
     for number in range(options.rounds):
         turns = list(peers.items())
@@ -236,7 +285,8 @@ def measure(call, options, peers):
             except Unsupported:
                 peers.pop(name)
             except Exception as reason:
-                print(f"  {name}: {str(reason).splitlines()[0][:160] if str(reason) else type(reason).__name__}", file=sys.stderr)
+                said = str(reason).splitlines()[0][:160] if str(reason) else type(reason).__name__
+                print(f"  {name}: {said}", file=sys.stderr)
                 peers.pop(name)
                 failed |= name.startswith("gqa")
         if options.gqa and not options.cached:
@@ -248,7 +298,7 @@ def measure(call, options, peers):
                 print(f"  gqa: {reason}", file=sys.stderr)
                 failed = True
     if not times:
-        print("  nothing was timed: no peer does this call", file=sys.stderr)
+        print("  nothing was timed: no peer supports this call", file=sys.stderr)
         failed = True
     return {name: statistics.median(samples) for name, samples in times.items()}, ours_last, failed
 
@@ -259,35 +309,56 @@ def show(call, times):
         hidden = lambda keys: max(0, keys - call.window) ** 2 / 2
         pairs -= hidden(call.total) - hidden(call.past_length)
     rate = 4 * call.batch * call.heads * call.head_size * pairs
-    kv = 2 * call.batch * call.kv_heads * call.total * call.head_size * torch.finfo(DTYPES[call.dtype][1]).bits / 8
-    per = lambda us: f"{kv / us / 1e3:.0f} GB/s" if call.past_length else f"{rate / us / 1e6:.0f} TFLOP/s"
+    cached_bytes = torch.finfo(DTYPES[call.dtype][1]).bits // 8 * call.head_size * call.total
+    kv = 2 * call.batch * call.kv_heads * cached_bytes
+    per = lambda us: (
+        f"{kv / us / 1e3:.0f} GB/s" if call.past_length else f"{rate / us / 1e6:.0f} TFLOP/s"
+    )
     own = times.get("gqa")
-    print(f"{call.dtype} {call.batch} x {call.query_length} past {call.past_length}, {call.heads}/{call.kv_heads} x {call.head_size}")
+    sizes = f"{call.batch} x {call.query_length} past {call.past_length}"
+    print(f"{call.dtype} {sizes}, {call.heads}/{call.kv_heads} x {call.head_size}")
     for name, us in sorted(times.items(), key=lambda item: item[1]):
         ratio = f"{us / own:6.2f} of ours" if own else ""
         print(f"  {name:30} {us:10.1f} us  {per(us):>13}  {ratio}", flush=True)
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("mode", choices=["prefill", "decode"])
-    parser.add_argument("--size", help="BATCHxLENGTH, several separated by commas, as gqa bench takes them")
-    parser.add_argument("--heads", default="32/8x128", help="QUERY/KVxSIZE, several separated by commas")
-    parser.add_argument("--dtype", default="bf16", help="bf16, f16, f32, several separated by commas")
+    parser.add_argument(
+        "--size", help="BATCHxLENGTH, several separated by commas, as gqa bench takes them"
+    )
+    parser.add_argument(
+        "--heads", default="32/8x128", help="QUERY/KVxSIZE, several separated by commas"
+    )
+    parser.add_argument(
+        "--dtype", default="bf16", help="bf16, f16, f32, several separated by commas"
+    )
     parser.add_argument("--window", type=int, default=-1)
     parser.add_argument("--bidirectional", action="store_true")
     parser.add_argument("--rotary", action="store_true", help="gqa rotates too")
     parser.add_argument("--cached", action="store_true", help="gqa computes attention alone")
     parser.add_argument("--device", default="h200",
-                        help="with --cached: gqa plans as for this GPU, and takes the kernels that it would get")
-    parser.add_argument("--prefetch-cache", action="store_true", help="with --cached: gqa once more, told that no launch writes what the next one reads, as is so here")
-    parser.add_argument("--ptx", default=str(launches.SHIPPED), help="with --cached: folders of kernels, several separated by commas")
+                        help="with --cached: the GPU that gqa plans for")
+    parser.add_argument("--prefetch-cache", action="store_true",
+                        help="with --cached: time gqa also with Dense::prefetch_cache")
+    parser.add_argument(
+        "--ptx",
+        default=str(launches.SHIPPED),
+        help="with --cached: folders of kernels, several separated by commas",
+    )
     parser.add_argument("--force", default="",
-                        help="with --cached: gqa once more with each of these kernels from the "
-                        "first folder, several separated by commas")
-    parser.add_argument("--before", metavar="PROGRAM:FOLDER", help="with --cached: another version of gqa and its kernels")
-    parser.add_argument("--fold", default="", help="with --cached: gqa once more with each of these values of GQA_FOLD: 0, call")
-    parser.add_argument("--peers", help=f"names, several separated by semicolons: {'; '.join(PEERS)}")
+                        help="with --cached: time gqa also with each of these kernels of the first "
+                        "folder, several separated by commas")
+    parser.add_argument("--before", metavar="PROGRAM:FOLDER",
+                        help="with --cached: time another version of gqa with its kernels, too")
+    parser.add_argument("--fold", default="",
+                        help="with --cached: time gqa also with these values of GQA_FOLD: 0, call")
+    parser.add_argument(
+        "--peers", help=f"names, several separated by semicolons: {'; '.join(PEERS)}"
+    )
     parser.add_argument("--rounds", type=timing.count, default=2)
     parser.add_argument("--replays", type=timing.count, default=20)
     parser.add_argument("--gqa", help="this project's program, to be timed in the same rounds")
@@ -316,10 +387,14 @@ def main():
             chosen["gqa before"] = attention_alone(program, folder, "--device", options.device)
         for fold in filter(None, options.fold.split(",")):
             device, folder = ["--device", options.device], options.ptx.split(",")[0]
-            chosen[f"gqa, GQA_FOLD={fold}"] = attention_alone(options.gqa, folder, *device, switches=[f"GQA_FOLD={fold}"])
+            chosen[f"gqa, GQA_FOLD={fold}"] = attention_alone(
+                options.gqa, folder, *device, switches=[f"GQA_FOLD={fold}"]
+            )
         if options.prefetch_cache:
             device, folder = ["--device", options.device], options.ptx.split(",")[0]
-            chosen["gqa, prefetch cache"] = attention_alone(options.gqa, folder, *device, "--prefetch-cache")
+            chosen["gqa, prefetch cache"] = attention_alone(
+                options.gqa, folder, *device, "--prefetch-cache"
+            )
     written = {"provenance": provenance(), "ceilings": ceilings(), "results": [], "gqa": []}
     for name, value in written["provenance"].items():
         print(f"{name:16} {value}")
@@ -330,7 +405,11 @@ def main():
         times, record, wrong = measure(call, options, dict(chosen))
         failed |= wrong
         show(call, times)
-        written["results"] += [{"peer": name, **call.key(), "median_us": us} for name, us in times.items() if options.cached or name != "gqa"]
+        written["results"] += [
+            {"peer": name, **call.key(), "median_us": us}
+            for name, us in times.items()
+            if options.cached or name != "gqa"
+        ]
         if record:
             written["gqa"].append({**record, "median_us": times["gqa"]})
         with open(options.out + ".part", "w") as file:

@@ -1,13 +1,13 @@
-"""Times calls of the Python package `gqa` whose kernels depend on how its tensors lie, beside
+"""Times calls of the Python package `gqa` whose kernels depend on the layout of the tensors, beside
 torch's `sdpa`.
 
     python3 bench/python_calls.py [--rounds 3]
 
-Prefill with a mask over any number of keys, as it is and in rows of whole vectors of 16 bytes; and
-a row of each sequence over all keys in flash-attn's layout and in transformers', and over blocks
-that have its key already. Needs torch with a GPU. Prints medians of a call in CUDA graphs, rounds
-shuffled, and the largest difference from `sdpa`; fails where that is more than rounding. To compare
-two versions of the package run it with each of them in turn.
+Prefill with a mask, contiguous and with a row stride of a multiple of 16 bytes; and one query row
+of each sequence over all keys, in flash-attn's layout, in transformers' and over blocks. Needs
+torch with a GPU. Prints median times of calls in CUDA graphs, in shuffled rounds, and exits with 1
+if an output differs from `sdpa` by more than rounding. Alternate two versions of the package to
+compare them.
 """
 import argparse
 import random
@@ -33,23 +33,29 @@ def sdpa(q, k, v, mask=None):
 
 
 def prefill(batch, keys):
-    """Ways to attend with a mask, a causal one in which some keys are hidden, as padding is."""
+    """Variants of prefill with a causal mask that hides some keys, too, as for padding."""
     import gqa
 
-    q, k, v = new(batch, keys, HEADS, SIZE), new(batch, keys, KV_HEADS, SIZE), new(batch, keys, KV_HEADS, SIZE)
+    q, k, v = (
+        new(batch, keys, HEADS, SIZE),
+        new(batch, keys, KV_HEADS, SIZE),
+        new(batch, keys, KV_HEADS, SIZE),
+    )
     mask = torch.ones(batch, 1, keys, keys, dtype=torch.bool, device="cuda").tril()
     mask[:, :, :, 1 : keys // 10] = False
-    wide = torch.zeros(batch, 1, keys, -(-keys // 16) * 16, dtype=torch.bool, device="cuda")[..., :keys]
+    wide = torch.zeros(batch, 1, keys, -(-keys // 16) * 16, dtype=torch.bool, device="cuda")[
+        ..., :keys
+    ]
     wide.copy_(mask)
     return {
         "gqa": [lambda: gqa.flash_attn_func(q, k, v, mask=mask)],
-        "gqa, whole rows": [lambda: gqa.flash_attn_func(q, k, v, mask=wide)],
+        "gqa, aligned rows": [lambda: gqa.flash_attn_func(q, k, v, mask=wide)],
         "sdpa": [lambda: sdpa(q, k, v, mask)],
     }
 
 
 def rows(batch, keys):
-    """Ways to attend to all keys from one row of each sequence, each over buffers that are not in the L2 cache."""
+    """Variants of attention from one row of each sequence to all keys, with a cold L2 cache."""
     import gqa
 
     block = 64
@@ -57,7 +63,11 @@ def rows(batch, keys):
     lengths = torch.full((batch,), keys, device="cuda", dtype=torch.int32)
     ways = {"gqa": [], "gqa, heads first": [], "gqa, blocks": [], "sdpa": []}
     for _ in range(timing.sets(4 * batch * keys * KV_HEADS * SIZE)):
-        q, k, v = new(batch, 1, HEADS, SIZE), new(batch, keys, KV_HEADS, SIZE), new(batch, keys, KV_HEADS, SIZE)
+        q, k, v = (
+            new(batch, 1, HEADS, SIZE),
+            new(batch, keys, KV_HEADS, SIZE),
+            new(batch, keys, KV_HEADS, SIZE),
+        )
         first = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v)]
         cut = [x.view(-1, block, KV_HEADS, SIZE) for x in (k, v)]
         ways["gqa"].append(lambda q=q, k=k, v=v: gqa.flash_attn_func(q, k, v))
@@ -82,7 +92,9 @@ def measure(ways, rounds):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=timing.count, default=3)
     args = parser.parse_args()
     print(torch.cuda.get_device_name(), "torch", torch.__version__)

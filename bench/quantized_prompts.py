@@ -1,13 +1,12 @@
 """Times prefill over quantized KV caches: whole calls that rotate, quantize and append, as planned,
-by kernels that convert tiles on their way, and over a copy that is dequantized first; beside
-FlashAttention-3's attention alone over the same numbers in bfloat16, interleaved in this process.
+by kernels that read the quantized cache, and by kernels that read a dequantized copy; beside
+FlashAttention-3's attention alone over the dequantized values in bfloat16, in one process.
 
     python3 bench/quantized_prompts.py --gqa target/release/gqa --kv-cache float8,int8,int4
 
-Needs torch with a GPU; FlashAttention-3 (wheel fa3-fwd) takes part where it is installed. As in
-peers.py, times are medians over replays of CUDA graphs whose calls walk over buffers larger than
-the L2 cache together. Errors are against float64 on the quantized values that the call leaves.
-Exits with 1 if a call of ours fails or is wrong.
+Needs torch with a GPU; FlashAttention-3 (wheel fa3-fwd) is timed if it is installed. As in
+peers.py, times are medians over replays of CUDA graphs with a cold L2 cache. Errors are against
+float64, from the cache as the call leaves it. Exits with 1 if a call of ours fails or is wrong.
 """
 import argparse
 import math
@@ -30,24 +29,24 @@ HEADS = "32/8x128"
 SIZES = "8x512+1024,8x256+7936,1x512+7680,32x128+1024,8x2048,1x8192"
 
 
-def quantized(kv_cache, numbers):
-    codes = numbers / SCALE[kv_cache]
+def quantized(kv_cache, values):
+    scaled = values / SCALE[kv_cache]
     if kv_cache == "float8":
-        return codes.to(torch.float8_e4m3fn)
+        return scaled.to(torch.float8_e4m3fn)
     if kv_cache == "int8":
-        return codes.round().clamp(-128, 127).to(torch.int8)
-    codes = (codes.round().clamp(-8, 7) + 8).to(torch.uint8)
-    return codes[..., ::2] | codes[..., 1::2] << 4
+        return scaled.round().clamp(-128, 127).to(torch.int8)
+    offset = (scaled.round().clamp(-8, 7) + 8).to(torch.uint8)
+    return offset[..., ::2] | offset[..., 1::2] << 4
 
 
-def numbers(kv_cache, codes):
+def dequantized(kv_cache, stored):
     if kv_cache == "int4":
-        codes = torch.stack((codes & 15, codes >> 4), -1).flatten(-2).to(torch.int8) - 8
-    return codes.float() * SCALE[kv_cache]
+        stored = torch.stack((stored & 15, stored >> 4), -1).flatten(-2).to(torch.int8) - 8
+    return stored.float() * SCALE[kv_cache]
 
 
 def tensors(call, kv_cache):
-    """By role; rotation turns nothing."""
+    """Tensors by role, standard normal; the angles of RoPE are 0."""
     normal = lambda *shape: torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
     new = lambda heads: normal(call.batch, call.rows, heads * call.head_size)
     rows = call.batch, call.kv_heads, call.total, call.head_size
@@ -70,11 +69,11 @@ def tensors(call, kv_cache):
 
 
 def error(call, kv_cache, t):
-    """Largest error of some rows of the last batch entry and head."""
+    """Largest difference from float64 in some rows of the last batch entry and head."""
     rows = torch.randint(call.rows, (64,), device="cuda")
     heads = call.batch, call.rows, call.heads, call.head_size
     shape = lambda x: x.view(heads)[-1, rows, -1].double()
-    last = lambda name: numbers(kv_cache, t[name][-1, -1]).double()
+    last = lambda name: dequantized(kv_cache, t[name][-1, -1]).double()
     keys, values = last("present_key"), last("present_value")
     scores = shape(t["query"]) @ keys.T / math.sqrt(call.head_size)
     hidden = torch.arange(call.total, device="cuda") > (rows + call.past)[:, None]
@@ -83,13 +82,13 @@ def error(call, kv_cache, t):
 
 
 def planned(program, device, call, kv_cache, sets, folder, switches):
-    """Runs of a plan, and its kernels."""
-    sizes = {"batch": call.batch, "query-length": call.rows, "past-length": call.past}
-    heads = {"heads": call.heads, "kv-heads": call.kv_heads, "head-size": call.head_size}
-    types = {"device": device, "dtype": "bf16", "kv-cache": kv_cache, "rotary": "half"}
-    named = types | sizes | heads
-    options = [text for name, value in named.items() for text in (f"--{name}", value)]
-    plan = launches.explain(program, *options, switches=switches)
+    """Functions that run a plan, one for each set of tensors, and the names of its kernels."""
+    sizes = launches.options(batch=call.batch, query_length=call.rows, past_length=call.past)
+    heads = launches.options(
+        heads=call.heads, kv_heads=call.kv_heads, head_size=call.head_size
+    )
+    types = launches.options(device=device, dtype="bf16", kv_cache=kv_cache, rotary="half")
+    plan = launches.explain(program, *types, *sizes, *heads, switches=switches)
     prepared = [launches.Launches(plan, each, folder) for each in sets]
     sets[0]["output"].fill_(math.nan)
     prepared[0].run()
@@ -103,7 +102,7 @@ def planned(program, device, call, kv_cache, sets, folder, switches):
 def flash_attention_3(call, kv_cache, sets):
     def run(t):
         q = t["query"].view(call.batch, call.rows, call.heads, call.head_size)
-        rows = lambda name: numbers(kv_cache, t[name]).bfloat16().transpose(1, 2).contiguous()
+        rows = lambda name: dequantized(kv_cache, t[name]).bfloat16().transpose(1, 2).contiguous()
         k, v = rows("present_key"), rows("present_value")
         return lambda: fa3.flash_attn_func(q, k, v, causal=True)
     return [run(t) for t in sets]
@@ -144,7 +143,7 @@ def main():
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
     parser.add_argument("--gqa", required=True, help="this project's program")
-    parser.add_argument("--device", default="h200", help="ours are planned for this GPU")
+    parser.add_argument("--device", default="h200", help="the GPU that ours are planned for")
     several = "several separated by commas"
     parser.add_argument("--kv-cache", default="float8", help=f"float8, int8 or int4, {several}")
     parser.add_argument("--heads", default=HEADS, help="QUERY/KVxSIZE")
@@ -166,8 +165,8 @@ def main():
         for text in options.size.split(","):
             rows, _, past = text.partition("+")
             batch, rows = rows.split("x")
-            numbers_of_call = map(int, (batch, rows, past or 0, query, kv, size))
-            measure(options, Call(*numbers_of_call, True), kv_cache)
+            sizes = map(int, (batch, rows, past or 0, query, kv, size))
+            measure(options, Call(*sizes, True), kv_cache)
 
 
 if __name__ == "__main__":

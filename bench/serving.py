@@ -3,23 +3,21 @@ process.
 
     python3 bench/serving.py --seed 1 --count 40 --peer _vllm_fa3_C.abi3.so
 
-A batch is drawn as a continuous-batching server makes it: decoding sequences of log-uniform
-lengths, chunks of prefill with or without keys before them, or both, over a paged KV cache that has
-the rows already; `--trace` draws lengths as ShareGPT's and cuts prompts into chunks of 512 and
-2,048 tokens. Ours is `gqa.flash_attn_varlen_func` of the installed package; the scheduler metadata
-of both is made before, as vLLM does once a step. Rows of some sequences are compared with float64
-first. Times are medians over replays of CUDA graphs whose calls walk over buffers larger than the
-L2 cache, of all in shuffled rounds. Before the first one every call has run often enough that its
-kernels are specialized.
+A batch is what a continuous-batching server runs: decoding sequences of log-uniform lengths, chunks
+of prefill, first or later ones, or both, over a paged KV cache that holds the new rows. `--trace`
+draws lengths like ShareGPT's and cuts prompts into chunks of 512 or 2,048 tokens. Ours is
+`gqa.flash_attn_varlen_func` of the installed package. The scheduler metadata of both is computed
+before, as vLLM does once a step. Some rows are first compared with float64. Times are medians over
+replays of CUDA graphs with a cold L2 cache, in shuffled rounds, after the background compilation of
+specialized kernels.
 
-Prints for each batch our time, the peer's over it, it over the limit (the larger of bytes at
-4.3 TB/s and FLOP at 700 TFLOP/s, plus 3 us: an H200), and the processor's time of an eager call.
-Then geometric means for each kind, and the batches that are furthest behind. With `--float8` also
-the peer's time, over keys and values in bfloat16, over ours where they are float8_e4m3fn; with
-`--views` our time over a cache whose keys and values lie side by side in one tensor, as vLLM has
-them, over that of a contiguous one; with `--plain` our time without metadata over that with it. The
-same seed draws the same batches. Needs torch with a GPU and the gqa package; without `--peer` ours
-are timed alone.
+Prints for each batch our time, the ratio of the peer's time to ours, the ratio of ours to the limit
+(the larger of bytes at 4.3 TB/s and FLOP at 700 TFLOP/s, plus 3 us: an H200), and the CPU time of
+an eager call; then geometric means for each kind, and the batches with the lowest ratios. Further
+ratios: `--float8`, the peer's time over bfloat16 to ours over float8_e4m3fn; `--views`, our time
+over keys and values interleaved in one tensor, as in vLLM, to that over contiguous caches;
+`--plain`, our time without metadata to that with it. The same seed draws the same batches. Needs
+torch with a GPU and the gqa package; without `--peer` ours are timed alone.
 """
 import argparse
 import itertools
@@ -42,7 +40,7 @@ class Batch:
     kind: str
     heads: tuple
     page: int
-    # New tokens and keys of each sequence, the new ones included.
+    # (new tokens, keys with the new ones) of each sequence.
     sequences: tuple
 
     def __str__(self):
@@ -54,7 +52,7 @@ class Batch:
         return f"{self.kind:8}{layer}: {len(decodes)} decodes{mean}; chunks {chunks or 'none'}"
 
     def limit_us(self):
-        """The least time that memory or tensor cores need."""
+        """A lower bound of the time, by memory or tensor cores."""
         heads, kv_heads, size = self.heads
         tokens = sum(new for new, _ in self.sequences)
         rows = 2 * kv_heads * sum(keys for _, keys in self.sequences) + 2 * heads * tokens
@@ -68,13 +66,13 @@ def log_uniform(draw, least, most):
 
 
 def chunk(draw):
-    """A chunk of prefill: its tokens, and its keys."""
+    """(tokens, keys) of a chunk of prefill."""
     new = log_uniform(draw, 16, 2048)
     return new, new + draw.choice([0, log_uniform(draw, 64, 8192)])
 
 
 def drawn(draw, kind):
-    """A batch of that kind."""
+    """A random batch of that kind."""
     longest = log_uniform(draw, 512, 32768)
     count = draw.choice([1, 2, 4, 7, 8, 12, 16, 24, 32, 48, 64, 128])
     decodes = [(1, log_uniform(draw, 32, longest)) for _ in range(count)]
@@ -84,8 +82,8 @@ def drawn(draw, kind):
 
 
 def traced(draw):
-    """A step of a server whose requests have lengths as ShareGPT's, log-normal, and whose prompts
-    are cut into chunks."""
+    """A server's step: request lengths are log-normal, like ShareGPT's, and prompts are cut into
+    chunks."""
     def log_normal(median, sigma):
         return min(16384, max(8, int(draw.lognormvariate(math.log(median), sigma))))
 
@@ -105,7 +103,7 @@ def traced(draw):
 
 
 class Tensors:
-    """A batch's tensors: pages in an order of their own, and lengths on the GPU."""
+    """A batch's tensors, with scattered pages."""
 
     def __init__(self, batch, has_views=False):
         heads, kv_heads, size = batch.heads
@@ -135,7 +133,7 @@ class Tensors:
 
 
 def metadata(batch, t, dtype):
-    """Ours, for a cache of that type; None where calls read none."""
+    """Our scheduler metadata for a cache of that type; None if the call reads none."""
     import gqa
 
     (heads, kv_heads, size), (most, keys) = batch.heads, t.longest
@@ -177,7 +175,7 @@ def over_float8(batch, t):
 
 
 def theirs(batch, t):
-    """As vLLM calls it: metadata once a step, output in a tensor of the caller's."""
+    """FlashAttention-3 as vLLM calls it: metadata once a step, and a given output tensor."""
     heads, kv_heads, size = batch.heads
     most, keys = t.longest
     fa3 = torch.ops._vllm_fa3_C
@@ -192,9 +190,9 @@ def theirs(batch, t):
 
 
 def error(batch, t, run):
-    """Largest difference from float64 of the first, the last and some rows of a few sequences, in
-    the last head; NaN where a row was not written."""
-    torch.full_like(t.q, math.nan)  # Freed: the allocator gives its memory to a new output.
+    """Largest difference from float64 in the last head, over the first, the last and some rows of a
+    few sequences; NaN if a row was not written."""
+    torch.full_like(t.q, math.nan)  # Freed, so that the allocator reuses it for the output.
     out, size, differences = run(), batch.heads[2], []
     last = len(batch.sequences) - 1
     longest = max(range(last + 1), key=lambda number: batch.sequences[number][1])
@@ -212,7 +210,7 @@ def error(batch, t, run):
 
 
 def eager_us(run, calls=200):
-    """The processor's time of a call."""
+    """Median CPU time of an eager call."""
     for _ in range(20):
         run()
     torch.cuda.synchronize()
@@ -224,13 +222,12 @@ def eager_us(run, calls=200):
     return 1e6 * taken / calls
 
 
-# Launches of a call after which its kernels are specialized in the background, and the time that
-# the last of them takes.
+# After so many launches a background thread specializes a call's kernels, in so many seconds.
 LAUNCHES, SECONDS = 18, 4
 
 
 def warm_up(batches, functions):
-    """Has every call of all batches run before the first one is timed."""
+    """Runs every call until its specialized kernels are loaded."""
     for batch in batches:
         t = Tensors(batch, over_views in functions.values())
         for function in functions.values():
@@ -242,12 +239,12 @@ def warm_up(batches, functions):
 
 
 def measure(batch, functions, rounds, replays):
-    """The median time of each function's call, the processor's time of one, and its error."""
+    """(median time, CPU time, error) of each function."""
     has_views = over_views in functions.values()
     first = Tensors(batch, has_views)
     count = min(timing.sets(first.bytes()), 8)
     sets = [first] + [Tensors(batch, has_views) for _ in range(count - 1)]
-    # Those over float8 change what the others read: they come first.
+    # over_float8 comes first, because it rounds the caches that the others read.
     order = sorted(functions, key=lambda name: functions[name] is not over_float8)
     runs = {name: [functions[name](batch, t) for t in sets] for name in order}
     wrong = {name: error(batch, first, each[0]) for name, each in runs.items()}
@@ -261,7 +258,7 @@ def mean(numbers):
 
 
 def summarize(rows):
-    """Prints the means of each kind of batches, and the batches that are furthest behind."""
+    """Prints the means of each kind of batch, and the batches with the lowest ratios."""
     for kind in sorted({row["batch"].kind for row in rows}):
         of = [row for row in rows if row["batch"].kind == kind]
         column = {name: [row[name] for row in of] for name in of[0] if name != "batch"}
@@ -282,7 +279,7 @@ def summarize(rows):
 def main():
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
-    parser.add_argument("--seed", type=int, default=None, help="printed where none is given")
+    parser.add_argument("--seed", type=int, default=None, help="default: random, and printed")
     parser.add_argument("--count", type=timing.count, default=20)
     kinds = "kinds in turn, separated by commas"
     parser.add_argument("--kind", default="decode,mixed,mixed,prefill", help=kinds)

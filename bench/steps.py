@@ -1,16 +1,14 @@
-"""Times decode steps as they are planned for a GPU, of which this need not be one, beside
-FlashAttention-2 in one run.
+"""Times decode steps with the plans of any GPU beside FlashAttention-2, in one run.
 
     python3 bench/steps.py --gqa target/release/gqa --device a100
     python3 bench/steps.py --gqa target/release/gqa --device a100 --kv-cache int8 \\
         --switch GQA_FORCE=gqa_split_kv_bf16_d128
 
-Needs torch with a GPU at least as new. Ours rotate, append and attend, and run the kernels that the
-named GPU gets; "attention alone" is over a cache that has the new rows, which is what
-FlashAttention-2 (that of PyTorch) is timed on. It reads no quantized cache: those rows are to be
-compared with those of the cache of numbers. As in peers.py, times are medians over replays of CUDA
-graphs whose calls walk over buffers larger than the L2 cache together, and rounds are interleaved.
-Each way is compared with float64 first. Exits with 1 if one is wrong.
+Needs torch with a GPU at least as new as --device, whose plans and kernels ours use. "whole step"
+rotates, appends and attends; "attention alone" reads a cache that holds the new rows, and so does
+FlashAttention-2 (PyTorch's). That has no quantized caches: compare those with its time over
+bfloat16. As in peers.py, times are medians over replays of CUDA graphs with a cold L2 cache, in
+shuffled rounds. Outputs are first compared with float64. Exits with 1 if one is wrong.
 """
 import argparse
 import math
@@ -27,14 +25,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 SIZES = "1x1024,1x8192,8x8192,32x2048,32x8192"
 HEADS = "32/8x128"
-# What a code of 1 stands for.
+# Scales with which quantized values cover most of a standard normal distribution.
 SCALES = {"float8": 1.0, "int8": 1 / 32, "int4": 1 / 2}
 LARGEST_ERROR = 0.03
 
 
 @dataclass(frozen=True)
 class Step:
-    """One new token of each sequence; `keys` counts it."""
+    """A decode step; `keys` includes the new token."""
     batch: int
     keys: int
     heads: int
@@ -49,22 +47,18 @@ class Step:
         return ["--device", device, "--dtype", "bf16", *sizes, *heads, *cache]
 
 
-def encoded(kv_cache, numbers):
-    """Quantized values of numbers, and the numbers that they are."""
+def quantized(kv_cache, values):
     scale = SCALES[kv_cache]
     if kv_cache == "float8":
-        codes = numbers.to(torch.float8_e4m3fn)
-        return codes, codes.float()
+        return values.to(torch.float8_e4m3fn)
     if kv_cache == "int8":
-        codes = (numbers / scale).round().clamp(-128, 127).to(torch.int8)
-        return codes, codes.float() * scale
-    codes = (numbers.float() / scale).round().clamp(-8, 7)
-    raised = (codes + 8).to(torch.uint8)
-    return raised[..., ::2] | raised[..., 1::2] << 4, codes * scale
+        return (values / scale).round().clamp(-128, 127).to(torch.int8)
+    offset = ((values.float() / scale).round().clamp(-8, 7) + 8).to(torch.uint8)
+    return offset[..., ::2] | offset[..., 1::2] << 4
 
 
 def tensors(step):
-    """By role."""
+    """Tensors by role."""
     normal = lambda *shape: torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
     angles = torch.rand(step.keys, step.head_size // 2, device="cuda") * math.tau
     found = {
@@ -77,34 +71,34 @@ def tensors(step):
     }
     found["output"] = torch.empty_like(found["query"])
     for name in ("key", "value"):
-        numbers = normal(step.batch, step.kv_heads, step.keys, step.head_size)
+        cache = normal(step.batch, step.kv_heads, step.keys, step.head_size)
         if step.kv_cache:
             found[f"{name[0]}_scale"] = torch.tensor([SCALES[step.kv_cache]], device="cuda")
-            numbers = encoded(step.kv_cache, numbers)[0]
-        found[f"present_{name}"] = numbers
+            cache = quantized(step.kv_cache, cache)
+        found[f"present_{name}"] = cache
     return found
 
 
-def decoded(step, cache):
-    """The numbers of a cache, in float64."""
+def dequantized(step, cache):
+    """The values of a cache, in float64."""
     if not step.kv_cache:
         return cache.double()
     if step.kv_cache != "int4":
         return cache.double() * SCALES[step.kv_cache]
-    codes = torch.stack((cache & 15, cache >> 4), -1).flatten(-2)
-    return (codes.double() - 8) * SCALES["int4"]
+    offset = torch.stack((cache & 15, cache >> 4), -1).flatten(-2)
+    return (offset.double() - 8) * SCALES["int4"]
 
 
 def error(step, t, rotates):
-    """Largest difference of the last sequence's output from float64, over the cache as the call
-    left it."""
+    """Largest difference from float64 in the last sequence, with the cache as the call leaves
+    it."""
     group, size = step.heads // step.kv_heads, step.head_size
     q = t["query"][-1].double().view(step.kv_heads, group, size)
     if rotates:
         cos, sin = (t[name][step.keys - 1].double() for name in ("cos_cache", "sin_cache"))
         left, right = q.chunk(2, -1)
         q = torch.cat((left * cos - right * sin, right * cos + left * sin), -1)
-    k, v = (decoded(step, t[f"present_{name}"][-1]) for name in ("key", "value"))
+    k, v = (dequantized(step, t[f"present_{name}"][-1]) for name in ("key", "value"))
     want = (q @ k.transpose(1, 2) / math.sqrt(size)).softmax(-1) @ v
     return (t["output"][-1].double().view_as(want) - want).abs().max().item()
 
@@ -138,7 +132,7 @@ def flash_attention_2(step, sets):
 
 
 def ways(options, step, sets):
-    """Runs by name; of plans that several switches give, one."""
+    """Functions by name, without plans that occur already."""
     found = {}
     for name, more in (("whole step", ["--rotary", "half"]), ("attention alone", ["--cached"])):
         plans = set()
@@ -163,7 +157,7 @@ def measure(options, step):
     times = {name: [] for name in found}
     for number in range(options.rounds):
         turns = list(found.items())
-        # A kernel finds the clock as the one before left it.
+        # Shuffled, because the clock depends on the preceding kernel.
         random.Random(number).shuffle(turns)
         for name, runs in turns:
             times[name].append(timing.timed(runs, options.replays))
@@ -179,15 +173,15 @@ def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gqa", required=True, help="this project's program")
-    parser.add_argument("--device", default="a100", help="the GPU that is planned for")
+    parser.add_argument("--device", default="a100", help="the GPU that ours are planned for")
     parser.add_argument("--size", default=SIZES, help="SEQUENCESxKEYS, several separated by commas")
     parser.add_argument("--heads", default=HEADS, help="QUERY/KVxSIZE, several separated by commas")
     parser.add_argument("--kv-cache", default="",
-                        help=f"of {', '.join(SCALES)}, several separated by commas; else bfloat16")
+                        help=f"{', '.join(SCALES)}, several separated by commas")
     parser.add_argument("--switch", action="append", default=[],
-                        help="NAME=VALUE: ours once more, as planned with it, if that differs")
+                        help="NAME=VALUE: time ours also with this variable, if the plan differs")
     parser.add_argument("--ptx", action="append", default=[],
-                        help="a folder of other kernels under the same names: ours with those too")
+                        help="a folder of PTX: time ours with its kernels, too")
     parser.add_argument("--rounds", type=timing.count, default=3)
     parser.add_argument("--replays", type=timing.count, default=20)
     options = parser.parse_args()
@@ -199,8 +193,8 @@ def main():
         for length in options.size.split(","):
             batch, keys = length.split("x")
             for kv_cache in options.kv_cache.split(","):
-                numbers = map(int, (batch, keys, query, kv, size))
-                measure(options, Step(*numbers, kv_cache or None))
+                sizes = map(int, (batch, keys, query, kv, size))
+                measure(options, Step(*sizes, kv_cache or None))
 
 
 if __name__ == "__main__":

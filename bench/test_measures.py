@@ -1,4 +1,5 @@
-"""What the scripts of this folder do where there is nothing to be measured. Needs neither torch nor a GPU.
+"""Tests the scripts of this folder without torch and without a GPU: what they refuse to measure,
+and what they read.
 
     python3 -m unittest discover --start-directory bench
 """
@@ -31,29 +32,39 @@ import timing
 
 
 def call(*entries):
-    """A call with these launches, prepared without a driver."""
-    plan = {"workspace_bytes": 0, "counters": 0, "launches": [{"entry": entry} for entry in entries]}
-    with mock.patch.object(launches.Launches, "prepared", lambda self, launch, folder: f"prepared {launch['entry']}"):
+    """A call with launches of these entries, prepared without a driver."""
+    plan = {
+        "workspace_bytes": 0,
+        "counters": 0,
+        "launches": [{"entry": entry} for entry in entries],
+    }
+    with mock.patch.object(
+        launches.Launches, "prepared", lambda self, launch, folder: f"prepared {launch['entry']}"
+    ):
         return launches.Launches(plan, {})
 
 
 class Measures(unittest.TestCase):
-    def test_launches_that_are_not_there_are_not_timed(self):
-        with self.assertRaisesRegex(RuntimeError, "no launch of hopper_float8 to be timed; the plan has append, hopper"):
+    def test_missing_launches_are_an_error(self):
+        missing = "no launch of hopper_float8 to be timed; the plan has append, hopper"
+        with self.assertRaisesRegex(RuntimeError, missing):
             call("append", "hopper").only("hopper_float8")
         with self.assertRaisesRegex(RuntimeError, "no launch of float8_operands"):
             call("append", "hopper_float8").only("hopper_float8", "float8_operands")
         with self.assertRaisesRegex(RuntimeError, "the plan has no launch"):
             call()
 
-    def test_what_is_kept_of_a_plan_is_kept_of_its_launches(self):
+    def test_only_filters_plan_and_launches_alike(self):
         kept = call("append", "hopper_bf16", "combine")
         kept.only("hopper", "combine")
-        self.assertEqual([launch["entry"] for launch in kept.plan["launches"]], ["hopper_bf16", "combine"])
+        self.assertEqual(
+            [launch["entry"] for launch in kept.plan["launches"]], ["hopper_bf16", "combine"]
+        )
         self.assertEqual(kept.launches, ["prepared hopper_bf16", "prepared combine"])
 
-    def test_products_of_float8_that_are_not_planned_fail(self):
-        planned = mock.patch.object(float8, "planned", lambda *_, **__: ([call("hopper_bf16")], (0.0, 0.0)))
+    def test_float8_products_that_are_not_planned_are_an_error(self):
+        planned = lambda *_, **__: ([call("hopper_bf16")], (0.0, 0.0))
+        planned = mock.patch.object(float8, "planned", planned)
         with planned, mock.patch.object(launches.Launches, "run"):
             with self.assertRaisesRegex(RuntimeError, "no launch of hopper_float8"):
                 float8.kinds("gqa", None, [], [launches.SHIPPED], [])
@@ -68,7 +79,7 @@ class Measures(unittest.TestCase):
             with self.assertRaises(argparse.ArgumentTypeError):
                 timing.count(text)
 
-    def test_a_call_that_no_peer_does_is_a_failure(self):
+    def test_a_call_that_no_peer_supports_is_a_failure(self):
         def unsupported(*_):
             raise peers.Unsupported
         options = argparse.Namespace(rounds=1, replays=1, gqa=None, cached=False, rotary=False)
@@ -91,7 +102,8 @@ class Measures(unittest.TestCase):
         far.double().__sub__().abs().max().item.return_value = math.nan
         ways = {"gqa": lambda *_: far}
         given = {"ways": lambda: ways, "exact": mock.MagicMock(), "tensors": lambda *_: [None] * 4}
-        with mock.patch.multiple(masked_rows, **given), mock.patch.object(masked_rows.timing, "sets", return_value=1):
+        sets = mock.patch.object(masked_rows.timing, "sets", return_value=1)
+        with mock.patch.multiple(masked_rows, **given), sets:
             with self.assertRaisesRegex(SystemExit, "gqa differs by nan from float64"):
                 masked_rows.measure((1, 9, 3, 64, 576), 1)
 
@@ -104,28 +116,40 @@ class Measures(unittest.TestCase):
     def test_rounds_of_masked_prompts_are_shuffled(self):
         self.assertNotIn("random", masked.main.__code__.co_varnames)
 
-    def test_parts_that_there_are_not_are_refused(self):
-        script = pathlib.Path(__file__).parent / "gpu.sh"
-        done = subprocess.run(["bash", script, "gqa", "out", "tokenz"], capture_output=True, text=True)
+    def test_unknown_parts_are_refused(self):
+        command = ["bash", pathlib.Path(__file__).parent / "gpu.sh", "gqa", "out", "decod"]
+        done = subprocess.run(command, capture_output=True, text=True)
         self.assertEqual(done.returncode, 2)
-        self.assertIn("part: got tokenz; allowed: tokens prompts", done.stderr)
+        self.assertIn("part: got decod; allowed: decode prefill", done.stderr)
+
+    def test_modules_run_on_the_gpus_of_their_targets(self):
+        found = {arch: [sm for sm in (80, 90, 100, 103, 120) if packed.runs_on(arch, sm)]
+                 for arch in ("sm_80", "sm_90", "sm_90a", "sm_100f")}
+        self.assertEqual(found, {"sm_80": [80, 90, 100, 103, 120], "sm_90": [90, 100, 103, 120],
+                                 "sm_90a": [90], "sm_100f": [100, 103]})
 
 
 class Kernels(unittest.TestCase):
     def test_shipped_ptx_is_read_as_it_was_compiled(self):
-        # Together they have every operation that is written otherwise for float16.
+        # Together these families use every statement that float16 replaces.
         chosen = ("unfused", "hopper-masked")
-        for module in filter(lambda module: module["family"] in chosen, packed.modules(packed.SHIPPED)):
+        for module in filter(
+            lambda module: module["family"] in chosen, packed.modules(packed.SHIPPED)
+        ):
             self.assertTrue(any("twin" in kernel for kernel in module["kernels"]))
             header, texts = None, ""
             for kernel in module["kernels"]:
-                header, entry, text = packed.ptx(packed.SHIPPED, module, kernel["name"]).partition(".visible .entry ")
+                header, entry, text = packed.ptx(packed.SHIPPED, module, kernel["name"]).partition(
+                    ".visible .entry "
+                )
                 texts += entry + text
-            self.assertEqual(hashlib.sha256((header + texts).encode()).hexdigest(), module["sha256"])
+            self.assertEqual(
+                hashlib.sha256((header + texts).encode()).hexdigest(), module["sha256"]
+            )
 
 
 class Figure(unittest.TestCase):
-    def test_the_readmes_figure_is_of_the_log_pages_as_they_are(self):
+    def test_the_readmes_figure_is_up_to_date(self):
         drawn = (figure.DOCS / "peers.svg").read_text()
         self.assertEqual(drawn, figure.figure(), "python3 bench/figure.py draws it again")
 

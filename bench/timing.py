@@ -6,11 +6,11 @@ import statistics
 
 import torch
 
-LEAST_GRAPH_US = 2000  # so that what it takes to start a graph does not count
+LEAST_GRAPH_US = 2000  # so that the start of the graph is negligible
 
 
 def count(text):
-    """As a type of an argument that counts rounds or replays."""
+    """Parses an argument that counts rounds or replays."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"got {text}; allowed: 1 or more")
     return int(text)
@@ -34,7 +34,7 @@ def replayed(graph):
 
 
 def timed(runs, replays):
-    """Median microseconds of a call: all of them in a graph, again and again if they are short, replayed."""
+    """Median microseconds of a call, over replays of a graph that repeats short ones."""
     if not runs:
         raise RuntimeError("no call to be timed")
     stream = torch.cuda.Stream()
@@ -52,7 +52,7 @@ def timed(runs, replays):
 
 
 def medians(runs, rounds, replays):
-    """Median microseconds of a call by each name, whose calls are timed in shuffled turns."""
+    """Median microseconds of a call for each name; every round times the names in another order."""
     times = {name: [] for name in runs}
     for number in range(rounds):
         turns = list(runs.items())
@@ -63,6 +63,7 @@ def medians(runs, rounds, replays):
 
 
 def sets(bytes_):
-    """How many buffers of so many bytes it takes that none is in the L2 cache when its turn comes."""
+    """The number of buffers of that size that together are four times as large as L2, so that a
+    call finds none of its own there."""
     cache = torch.cuda.get_device_properties(0).L2_cache_size
     return max(2, min(64, math.ceil(4 * cache / bytes_)))

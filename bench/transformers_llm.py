@@ -22,7 +22,7 @@ import torch
 import transformers
 
 WAYS = ["eager", "sdpa", "gqa"]
-# No token ends a text.
+# No token is an end of text, so that all texts have 64 tokens.
 GREEDY = {"max_new_tokens": 64, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
 PROMPTS = [
     "The capital of France is",
@@ -47,7 +47,7 @@ def prompts(file):
 
 
 def greedy(model, tokens, **options):
-    """The likeliest 64 tokens behind some."""
+    """64 tokens of greedy decoding after `tokens`."""
     tokens = torch.tensor([tokens], device="cuda")
     mask = torch.ones_like(tokens)
     text = model.generate(tokens, attention_mask=mask, **GREEDY, **options)
@@ -55,7 +55,7 @@ def greedy(model, tokens, **options):
 
 
 def texts(model, given):
-    """The logits of eager attention, which the others must match."""
+    """Texts of eager attention; prints how many of them the other implementations repeat."""
     model.set_attn_implementation("eager")
     wanted = [greedy(model, tokens) for tokens in given]
     for way in WAYS:
@@ -69,7 +69,7 @@ def texts(model, given):
 
 
 def batched(model, given, wanted):
-    """Continuous batching of all prompts at once."""
+    """The same by continuous batching of all prompts."""
     options = transformers.GenerationConfig(**GREEDY)
     for way in WAYS:
         model.set_attn_implementation(f"paged|{way}")
@@ -104,7 +104,7 @@ def logits(file, model, sequences):
 
 @torch.no_grad()
 def timed(model, context, steps):
-    """Seconds of a prefill and of each token behind it."""
+    """Seconds of a prefill, and of each decode step after it."""
     tokens = torch.arange(context, device="cuda")[None] * 7919 % model.config.vocab_size
     cache = transformers.DynamicCache(config=model.config)
     times = []
@@ -142,7 +142,7 @@ def report(context, took):
 
 @torch.no_grad()
 def compiled(model, contexts, rounds, steps):
-    """Decode steps in CUDA graphs of torch.compile, over a static cache of the context's size."""
+    """Times decode steps in CUDA graphs of torch.compile, over a static cache."""
     for context in contexts:
         took = {}
         for way in ("sdpa", "gqa"):

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-# Each with what its configuration has beside SIZES.
+# Models, and what their configurations have beyond SIZES.
 MODELS = {
     "Llama": {},
     "Mistral": {"sliding_window": 4},
@@ -72,7 +72,7 @@ class Tester:
 
 
 def import_mixin(sources):
-    """The mixin, of whose package the sources have only a part."""
+    """The mixin of transformers' tests. The source package lacks two modules that it imports."""
     sys.path.insert(0, str(sources))
     for name, mixin in (("exporters.test_export", "ExportTesterMixin"),
                         ("generation.test_utils", "GenerationTesterMixin")):
@@ -86,7 +86,8 @@ def import_mixin(sources):
 
 
 def of_attention(mixin):
-    """The mixin's tests of attention, and what they call; and the test of any implementation."""
+    """The mixin's tests of attention without its other tests, and two of equivalence under
+    padding."""
     wanted = "test_eager_matches_sdpa_inference", "test_can_set_attention_dynamically"
     tests = {name: test for name, test in vars(mixin).items() if name.startswith("test_")}
     hidden = {name: None for name in tests if not name.startswith(wanted)}
@@ -104,7 +105,7 @@ def of_attention(mixin):
 
 
 def test_cases(sources):
-    """A class of tests for each model."""
+    """A test class for each model."""
     import transformers
 
     mixin = import_mixin(sources)
@@ -120,7 +121,7 @@ def test_cases(sources):
 
 
 class Attention:
-    """This package's attention, which counts how often it is called."""
+    """This package's attention, with counts of its calls and of those that it leaves to sdpa."""
 
     def __init__(self):
         import gqa.transformers
