@@ -15,13 +15,16 @@ const TESTS: &[(&str, &str)] =
     &[("gqa-host", "cuda"), ("gqa-host", "allocations"), ("gqa-tests", "gpu")];
 const RUN: &str = "\
 #!/usr/bin/env bash
-# On a machine with an NVIDIA driver: every stored case, then the GPU tests. Ends with the number of steps that failed.
+# Runs every stored case, then the GPU tests, on a machine with an NVIDIA driver. The exit status is
+# the number of failed steps.
 cd \"$(dirname \"$0\")\" || exit
 failed=0
 export PARITY_FULL=1
 step() { echo \"== $*\"; \"$@\" || { failed=$((failed + 1)); echo \"FAILED: $*\"; }; }
 step ./gqa doctor
-for cases in gqa paged attention rotary_embedding tensor_scatter edges; do step ./gqa check --backend cuda cases/$cases; done
+for cases in gqa paged attention rotary_embedding tensor_scatter edges; do
+  step ./gqa check --backend cuda cases/$cases
+done
 for test in tests/*; do step \"$test\" --include-ignored; done
 echo \"$failed steps failed\"
 exit \"$failed\"

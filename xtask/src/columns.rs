@@ -7,10 +7,10 @@ use std::path::{Path, PathBuf};
 
 /// The most columns of a line, as rustfmt has it for code.
 const MOST: usize = 100;
-/// Folders with build products or measurements. So are hidden ones, such as a reader's `.venv`.
+/// Folders that are not checked, beside hidden ones: build products and measurements.
 const LEFT_OUT: [&str; 5] = ["target", "bundle", "dist", "results", "node_modules"];
 
-/// Errs where a comment in Rust or a line of Markdown is longer.
+/// Fails if a comment in Rust or a line of Markdown is longer.
 pub fn check() -> Result<()> {
     let mut files = Vec::new();
     collect(&place::root(), &mut files)?;

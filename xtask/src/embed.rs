@@ -29,7 +29,7 @@ const CRATES: [&str; 10] = [
     "gqa-onnx",
     "gqa-cli",
 ];
-/// A registry's limit.
+/// The registry's limit for a package.
 const MOST_BYTES: u64 = 10 << 20;
 
 pub fn run() -> Result<()> {
@@ -68,7 +68,7 @@ fn unpack(name: &str, crates: &Path) -> Result<()> {
     let package = place::target().join("package").join(&file);
     let bytes = fs::metadata(&package).with_context(|| format!("no {file}"))?.len();
     println!("{file:28} {:8.1} KiB", bytes as f64 / 1024.0);
-    ensure!(bytes <= MOST_BYTES, "{file} has {bytes} bytes, of which {MOST_BYTES} are allowed");
+    ensure!(bytes <= MOST_BYTES, "{file} has {bytes} bytes; allowed: {MOST_BYTES}");
     // Unpacked with new dates: files in a package all have one date, and cargo would consider them
     // built.
     shown(Command::new("tar").arg("-xzmf").arg(&package).arg("-C").arg(crates))?;
@@ -104,7 +104,7 @@ fn stub(workspace: &Path, folder: &Path) -> Result<PathBuf> {
     Ok(folder.into())
 }
 
-/// The name at the begin of what follows `cu`.
+/// The rest of a driver function's name, at the start of what follows `cu`.
 fn name(text: &str) -> Option<&str> {
     let name = text.split('(').next()?;
     name.starts_with(|c: char| c.is_ascii_uppercase()).then_some(name)
@@ -123,7 +123,7 @@ fn build(workspace: &Path, folder: &Path, stub: &Path) -> Result<()> {
     shown(command.args(["build", "--workspace", "--target-dir"]).arg(folder.join("target")))
 }
 
-/// Both libraries find the GPU, or both find none, in either order.
+/// Checks that both libraries find the GPU, or both find none, in either order.
 fn program(program: &Path, order: [&str; 2], stub: &Path) -> Result<()> {
     let mut command = Command::new(program);
     command.args(order);
@@ -144,7 +144,7 @@ fn program(program: &Path, order: [&str; 2], stub: &Path) -> Result<()> {
     Ok(())
 }
 
-/// The library exports no driver function, and does not link libcuda.
+/// Checks that the library exports no driver function and does not link libcuda.
 fn leaves_the_driver_alone(library: &Path) -> Result<()> {
     let tool = |program: &str, option: &str| -> Result<String> {
         let output = Command::new(program).arg(option).arg(library).output();
@@ -169,7 +169,7 @@ fn is_of_driver(symbol: &str) -> bool {
     symbol.strip_prefix("cu").and_then(name).is_some()
 }
 
-/// `gqa doctor`, installed from the packages.
+/// Installs `gqa` from the packages and runs `gqa doctor`.
 fn counts_all_kernels(crates: &Path, folder: &Path) -> Result<()> {
     let patch = |name: &str| {
         format!("patch.crates-io.{name}.path={:?}", crates.join(name).display().to_string())

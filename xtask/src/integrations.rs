@@ -24,7 +24,7 @@ fn python() -> Result<Option<String>> {
     };
     pip::install_wheel(&python, &wheel)?;
     let tests = place::root().join("crates/gqa-python/tests");
-    // What is skipped, such as tests of torch's tensors, is named.
+    // -rs names skipped tests, such as those of torch's tensors.
     shown(Command::new(python).args(["-m", "pytest", "--quiet", "-rs"]).arg(tests)).map(|()| None)
 }
 

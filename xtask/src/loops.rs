@@ -1,18 +1,18 @@
-//! Checks the machine code of Hopper's loops over key tiles for what PTX does not show: copies to
-//! uniform registers, and late waits for products. Both have cost several per cent of prefill's
-//! time without a test that failed.
+//! Checks the machine code of Hopper's mainloops for what PTX does not show: copies to uniform
+//! registers, and early waits for products. Both have made prefill several per cent slower without
+//! a failing test.
 
 use crate::place;
 use anyhow::{Result, bail, ensure};
 use gqa_ptx::{Loop, Nvdisasm};
 use std::path::PathBuf;
 
-/// More copies to uniform registers in a loop than this are descriptors of products that should
-/// already be in uniform registers (`docs/results/2026-11-27-h100-float8`).
+/// With more copies to uniform registers, a mainloop copies the products' descriptors, which should
+/// already be in such registers (`docs/results/2026-11-27-h100-float8`).
 const MOST_COPIES: usize = 9;
 
-/// Entries, without their element type, that wait for the output behind at least this many
-/// exponentials (`docs/results/2026-11-28-h100-late-wait`).
+/// Entries, without their element type, that must issue at least this many exponentials before they
+/// wait for the output (`docs/results/2026-11-28-h100-late-wait`).
 const LATE_WAITS: [(&str, usize); 6] = [
     ("gqa_hopper_d128", 32),
     ("gqa_hopper_d128_k176", 44),
@@ -22,8 +22,8 @@ const LATE_WAITS: [(&str, usize); 6] = [
     ("gqa_hopper_paged_quantized_d128", 32),
 ];
 
-/// Checks the binaries of modules assembled for Hopper. Reports it if no disassembler is found or
-/// can be installed.
+/// Checks the binaries of modules assembled for Hopper. Without a disassembler it says so and
+/// succeeds.
 pub fn check(cubins: &[PathBuf]) -> Result<()> {
     if cubins.is_empty() {
         return Ok(());
@@ -31,14 +31,14 @@ pub fn check(cubins: &[PathBuf]) -> Result<()> {
     let nvdisasm = match Nvdisasm::find_or_install(&place::cuda_tools()) {
         Ok(found) => found,
         Err(reason) => {
-            println!("loops are not looked at: {reason}");
+            println!("Hopper's mainloops are not checked: {reason}");
             return Ok(());
         }
     };
     let mut loops = Vec::new();
     for cubin in cubins {
         let found = nvdisasm.loops(cubin)?;
-        // Otherwise a disassembler with another format would find nothing wrong.
+        // A disassembler with another output format must not pass as a check without problems.
         ensure!(!found.is_empty(), "{}: no loop over key tiles was found", cubin.display());
         loops.extend(found);
     }
@@ -69,14 +69,14 @@ fn problem(found: &Loop) -> Option<String> {
     let Loop { entry, uniform_copies, waits, .. } = found;
     if *uniform_copies > MOST_COPIES {
         return Some(format!(
-            "{entry} has {uniform_copies} copies to registers of a warp; at most {MOST_COPIES}"
+            "{entry} has {uniform_copies} copies to uniform registers; allowed: {MOST_COPIES}"
         ));
     }
     let name = without_type(entry);
     let (_, least) = LATE_WAITS.iter().find(|row| row.0 == name)?;
     let last = waits.last().copied().unwrap_or(0);
     (last < *least).then(|| {
-        format!("{entry} waits for its output behind {last} exponentials; at least {least}")
+        format!("{entry} waits for its output after {last} exponentials; allowed: {least} or more")
     })
 }
 

@@ -37,11 +37,11 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Verb {
-    /// Everything CI runs; installs a device toolchain first if there is none.
+    /// Run all checks of CI; installs the device toolchain if it is missing.
     Test(test::Args),
-    /// Compile the kernels to PTX and write crates/gqa-cuda/ptx/, or compare with it.
+    /// Compile the kernels to PTX, and write crates/gqa-cuda/ptx/ or compare with it.
     Ptx(ptx::Args),
-    /// Assemble the shipped PTX and show what each entry costs.
+    /// Assemble the shipped PTX; print registers, spills and shared memory of each entry.
     Ptxas(ptxas::Args),
     /// Compare instruction counts of the shipped PTX with xtask/ratchet.json.
     Ratchet {
@@ -49,18 +49,18 @@ enum Verb {
         #[arg(long)]
         bless: bool,
     },
-    /// Make bundle/: programs, tests and cases for a GPU machine without Rust or network.
+    /// Write bundle/: programs, tests and cases for a GPU machine without Rust or network.
     Bundle,
     /// Run the commands that pages print.
     Pages,
     /// Package the crates and build a program with them outside of this workspace.
     Embed,
-    /// Make wheels in dist/, and try each in a fresh virtual environment.
+    /// Build wheels in dist/, and test each in a fresh virtual environment.
     Wheel {
         /// Which ones; without a name all of them.
         which: Vec<wheel::Package>,
     },
-    /// Give what CHANGELOG.md calls unreleased a version and a date, commit and tag it.
+    /// Give the unreleased section of CHANGELOG.md a version and a date, commit and tag it.
     Release,
     /// Show which tools were found.
     Doctor,

@@ -54,9 +54,9 @@ pub struct Block {
     page: String,
     /// Where it begins.
     line: usize,
-    /// What follows the fence.
+    /// The language after the fence.
     language: String,
-    /// What is between the fences.
+    /// The lines between the fences.
     pub text: String,
 }
 
@@ -70,9 +70,9 @@ impl Block {
 #[derive(Debug, PartialEq, Eq)]
 enum Way {
     Run,
-    /// A verb and its options are looked at.
+    /// Only verb and options are checked.
     Parse,
-    /// Not here: [`ELSEWHERE`] says why.
+    /// Not run here, for the reason in [`ELSEWHERE`].
     Elsewhere,
 }
 
@@ -102,8 +102,8 @@ pub fn check() -> Result<()> {
     Ok(())
 }
 
-/// The programs of README.md and engines.md, built with the dependencies that README.md prints,
-/// print what is printed behind them.
+/// Builds the programs of README.md and engines.md with the dependencies that README.md prints, and
+/// compares their output with the block after each program.
 pub fn programs() -> Result<()> {
     let folder = package("README.md")?;
     let mut printed = Vec::new();
@@ -129,7 +129,7 @@ pub fn programs() -> Result<()> {
     Ok(())
 }
 
-/// The page for ONNX Runtime: its two scripts and their commands, with that library in the place of
+/// Runs the two scripts and the commands of the page for ONNX Runtime, with that library instead of
 /// an installed wheel.
 pub fn onnx_runtime(python: &Path, library: &Path) -> Result<()> {
     let folder = folder::fresh(&place::target().join("pages-onnxruntime"))?;
@@ -152,8 +152,8 @@ pub fn onnx_runtime(python: &Path, library: &Path) -> Result<()> {
     same(&printed.place(), &String::from_utf8_lossy(&said), &printed.text)
 }
 
-/// The page for candle, whose programs are documentation tests: dependencies resolve, and the
-/// example, which tests have built, has the options that are printed.
+/// Checks candle's page: the printed dependencies resolve, and the example, which the tests have
+/// built, has the printed options. The page's programs are documentation tests.
 pub fn candle() -> Result<()> {
     const PAGE: &str = "integrations/candle/README.md";
     package(PAGE)?;
@@ -163,7 +163,7 @@ pub fn candle() -> Result<()> {
             let Some((cargo, options)) = command.split_once(" --example smollm2 -- ") else {
                 continue;
             };
-            // Flags for the compiler may stand before it.
+            // RUSTFLAGS may precede the command.
             let flags =
                 cargo.split_once("\" ").filter(|(flags, _)| flags.starts_with("RUSTFLAGS=\""));
             let cargo = flags.map_or(cargo, |(_, cargo)| cargo);
@@ -176,14 +176,14 @@ pub fn candle() -> Result<()> {
     Ok(())
 }
 
-/// A package with the dependencies that a page prints, beside `gqa`, the repository: they resolve.
+/// Resolves the dependencies that a page prints, in a package beside `gqa`, the repository.
 fn package(page: &str) -> Result<PathBuf> {
     let blocks = blocks_of(page)?;
     let tables = blocks.iter().filter(|block| block.language == "toml");
     let tables: Vec<_> = tables.map(|block| &*block.text).collect();
     ensure!(!tables.is_empty(), "{page} prints no dependencies");
     let name = page.to_lowercase().replace(['/', '.'], "-");
-    // No folder above it is a workspace.
+    // Outside of this workspace.
     let folder = folder::fresh(&std::env::temp_dir().join("gqa-pages").join(&name))?;
     let head = format!("[package]\nname = \"{name}\"\nedition = \"2024\"\n\n");
     fs::write(folder.join("Cargo.toml"), head + &tables.join("\n"))?;
@@ -198,20 +198,20 @@ fn package(page: &str) -> Result<PathBuf> {
     Ok(folder)
 }
 
-/// Errs where what was printed is not what a page prints.
+/// An error if a program's output is not what the page prints.
 fn same(place: &str, got: &str, want: &str) -> Result<()> {
     ensure!(got.trim() == want.trim(), "{place}: prints\n{want}\nand not\n{got}");
     Ok(())
 }
 
-/// Paths with that folder in front.
+/// PATH with that folder in front.
 fn in_front(folder: &Path) -> Result<OsString> {
     let path = std::env::var_os("PATH").unwrap_or_default();
     let paths = [folder.to_owned()].into_iter().chain(std::env::split_paths(&path));
     Ok(std::env::join_paths(paths)?)
 }
 
-/// The pages of the repository, history apart.
+/// The pages of the repository, without its history.
 fn pages() -> Result<Vec<String>> {
     let root = place::root();
     let mut pages: Vec<String> =
@@ -281,8 +281,8 @@ fn is_shell(block: &Block) -> bool {
     matches!(&*block.language, "sh" | "bash")
 }
 
-/// Errs where a block is of no kind that is run or compiled somewhere, where a command is on no
-/// list, and where a line of the lists is of no use.
+/// An error if nothing runs or compiles a block, if nothing runs a command and no list exempts it,
+/// or if a line of a list is unused.
 fn known(blocks: &[Block]) -> Result<()> {
     let mut compiled = BTreeSet::new();
     for file in WITH_PAGES {
@@ -340,12 +340,12 @@ fn way(command: &str) -> Result<Way> {
             Ok(Way::Elsewhere)
         }
         (_, None) => {
-            bail!("{command}: nothing runs it; do it in a test, or say in {} why not", file!())
+            bail!("{command}: nothing runs it; run it in a test, or exempt it in {}", file!())
         }
     }
 }
 
-/// Whether it sets a variable of the environment.
+/// Whether a word sets an environment variable.
 fn is_variable(word: &&str) -> bool {
     let is_name = |name: &str| name.chars().all(|c| c.is_ascii_uppercase() || c == '_');
     word.split_once('=').is_some_and(|(name, _)| is_name(name))
@@ -379,8 +379,8 @@ fn verbs(text: &str) -> BTreeSet<String> {
     quoted.filter_map(verb).collect()
 }
 
-/// A folder that looks like the repository, in which commands may leave files, and a cargo that
-/// takes the programs that are built already.
+/// A folder that looks like the repository, in which commands may leave files, with a `cargo` that
+/// runs the programs that are already built.
 struct Scratch(PathBuf);
 
 impl Scratch {
@@ -412,7 +412,7 @@ impl Scratch {
     fn bash(&self, line: &str) -> Result<()> {
         let (program, _) = line.split_once(' ').unwrap_or((line, ""));
         if program == "python3" && !has_numpy() {
-            println!("left out, as python3 has no numpy: {line}");
+            println!("skipped, because python3 has no numpy: {line}");
             return Ok(());
         }
         println!("{line}");
@@ -436,8 +436,8 @@ mod tests {
 
     #[test]
     fn a_page_is_taken_apart() {
-        let text = "Text `gqa explain` and\n\n1. list:\n   ```sh\n   # why\n   A=1 cargo gqa \\\n      \
-                    check x # what\n   ```\n```rust,no_run\nx\n```\n";
+        let text = "Text `gqa explain` and\n\n1. list:\n   ```sh\n   # why\n   A=1 cargo gqa \
+                    \\\n      check x # what\n   ```\n```rust,no_run\nx\n```\n";
         let blocks = blocks("page.md", text).unwrap();
         let languages: Vec<_> = blocks.iter().map(|block| (&*block.language, block.line)).collect();
         assert_eq!(languages, [("sh", 4), ("rust,no_run", 9)]);

@@ -1,4 +1,4 @@
-//! Work that all cores share.
+//! Runs jobs on all cores.
 
 use rayon::prelude::*;
 use std::cmp::Reverse;
@@ -17,7 +17,7 @@ pub fn longest_first<J: Send, R: Send>(
     done.into_iter().map(|(_, result)| result).collect()
 }
 
-/// Which of the cores' threads this is.
+/// Index of the worker thread.
 pub fn worker() -> usize {
     rayon::current_thread_index().unwrap_or(0)
 }

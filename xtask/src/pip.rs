@@ -55,7 +55,7 @@ fn made(command: &mut Command) -> Result<bool> {
     let said = String::from_utf8_lossy(&output.stderr);
     eprint!("{said}");
     if said.contains(OTHER_FILE) {
-        bail!("a package is not what xtask/requirements says: {}", said.trim());
+        bail!("a package's hash is not in xtask/requirements: {}", said.trim());
     }
     Ok(output.status.success())
 }
@@ -94,7 +94,7 @@ mod tests {
         }
     }
 
-    /// What a list is made of is beside it.
+    /// The `.in` file of each list is beside it.
     #[test]
     fn every_list_has_what_was_asked_for() {
         for list in lists() {

@@ -59,8 +59,8 @@ pub fn run(args: &Args) -> Result<()> {
     if args.check { check(compiled, &modules, args) } else { write(compiled, args) }
 }
 
-/// The check of `cargo xtask test`: recompiles everything only if the manifest has other sources,
-/// and reports differences, or if `full`.
+/// The check of `cargo xtask test`: recompiles everything and reports differences if the manifest
+/// is of other sources, or if `full`.
 pub fn check_shipped(full: bool) -> Result<()> {
     let (manifest, source) = (Manifest::read(&place::manifest())?, source_hash(&place::kernels())?);
     let is_of_source =
@@ -75,7 +75,7 @@ pub fn check_shipped(full: bool) -> Result<()> {
     });
     let damaged: Vec<_> = damaged.collect();
     ensure!(damaged.is_empty(), "{}\nrun `cargo xtask ptx`", damaged.join("\n"));
-    println!("{} modules, of this source; not compiled again", manifest.modules.len());
+    println!("{} modules, compiled from this source", manifest.modules.len());
     Ok(())
 }
 
@@ -103,8 +103,8 @@ fn write(compiled: Vec<Compiled>, args: &Args) -> Result<()> {
     Ok(manifest.write(&place::manifest())?)
 }
 
-/// Prints how many float16 kernels are derived from the PTX of their bfloat16 twins, and which have
-/// a twin but PTX of their own.
+/// Prints how many float16 kernels are derived from their bfloat16 twins' PTX, and which are not
+/// although they have a twin.
 fn twins(manifest: &Manifest) {
     let of = |module: &gqa_ptx::Module| {
         let names: BTreeSet<_> = module.kernels.iter().map(|kernel| kernel.name.as_str()).collect();
@@ -122,11 +122,11 @@ fn twins(manifest: &Manifest) {
     };
     let kernels = || manifest.modules.iter().flat_map(|module| &module.kernels);
     let twins = kernels().filter(|kernel| kernel.twin.is_some()).count();
-    println!("{} kernels, {twins} of them by the text of their twins", kernels().count());
+    println!("{} kernels, {twins} of them derived from their twins' PTX", kernels().count());
     let own: Vec<_> = manifest.modules.iter().flat_map(of).collect();
     if !own.is_empty() {
         println!(
-            "not by it, because their texts differ in more than the type:\n{}",
+            "not derived, because they differ from their twins in more than the type:\n{}",
             own.join("\n")
         );
     }
@@ -137,11 +137,11 @@ struct Compiler {
     toolchain: Toolchain,
     quick: bool,
     source: String,
-    /// What was there before.
+    /// The manifest before the run.
     shipped: Manifest,
 }
 
-/// A module as it would be shipped.
+/// A compiled module.
 struct Compiled {
     row: gqa_ptx::Module,
     text: String,
@@ -164,7 +164,7 @@ impl Compiler {
         Ok(compiled)
     }
 
-    /// What the manifest says of this very text.
+    /// The manifest's row if it describes this text.
     fn assembled(&self, module: Module, ptx: &str) -> String {
         let row =
             self.shipped.module(&module.name()).filter(|row| row.sha256 == sha256(ptx.as_bytes()));
@@ -212,7 +212,7 @@ fn strays(manifest: &Manifest) -> Result<Vec<PathBuf>> {
     Ok(entries(&place::shipped())?.into_iter().filter(|path| !named.contains(path)).collect())
 }
 
-/// What lies in a folder.
+/// The files in a folder.
 fn entries(folder: &Path) -> Result<Vec<PathBuf>> {
     let list = || fs::read_dir(folder)?.map(|entry| Ok(entry?.path())).collect::<io::Result<_>>();
     list().with_context(|| format!("cannot list {}", folder.display()))
@@ -239,8 +239,8 @@ fn check(compiled: Vec<Compiled>, modules: &[Module], args: &Args) -> Result<()>
         return Ok(());
     }
     bail!(
-        "crates/gqa-cuda/ptx/ is not what the kernels give:\n{}\nrun `cargo xtask ptx` and `cargo xtask ratchet --bless`, look at what \
-         changed, and commit it",
+        "crates/gqa-cuda/ptx/ differs from what the kernels compile to:\n{}\nrun `cargo xtask ptx` \
+         and `cargo xtask ratchet --bless`, read the difference, and commit it",
         problems.join("\n")
     )
 }
@@ -251,8 +251,8 @@ fn rows_without_module(manifest: &Manifest, modules: &[Module]) -> Vec<String> {
     unknown.map(|name| format!("  {name}: the registry has no such module")).collect()
 }
 
-/// How the shipped PTX differs from a fresh build; `None` if it does not, or if another compiler
-/// version made it, which may write other text for the same source.
+/// How the shipped PTX differs from a fresh build. `None` if it does not, or if it is of another
+/// compiler version, which may write other text for the same source.
 fn difference(manifest: &Manifest, fresh: &gqa_ptx::Module, text: &str) -> Result<Option<String>> {
     let Some(row) = manifest.module(&fresh.name()) else {
         return Ok(Some("not in the manifest".into()));

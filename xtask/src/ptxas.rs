@@ -12,25 +12,26 @@ use std::path::PathBuf;
 
 /// The oldest GPU that today's assembler supports; older targets are assembled for it.
 const OLDEST: u32 = 75;
-/// Assembled for besides the module's own. `sm_121a` is left out: of the 214 entries that were
-/// compared each has the code of `sm_120a`, to the byte.
+/// Targets besides a module's own. `sm_121a` is left out, because its machine code was that of
+/// `sm_120a` in all of 214 entries.
 const TARGETS: [&str; 5] = ["sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_120a"];
 
-/// Hot entries, without their element type, that lack a few registers on a GPU, and the most bytes
-/// that they spill there, stored and loaded together. On `sm_90` such a kernel was measured, and is
-/// faster than the one of eight warps that does not spill (`docs/results/2026-11-26-h100-ampere`);
-/// on the others none was. What a device gets has constants in its text: decode kernels that take
-/// strides of a paged cache, masks over the new tokens and every type of output, those over
-/// quantized values but for two of 4 bits, and kernels that append to a paged cache on Hopper spill
-/// nothing then (`crates/gqa-host/tests/suite/folded.rs`, which lists the two,
-/// `docs/results/2026-11-28-h200-constants`). On `sm_75` copies to shared memory go through
-/// registers. Products of float8 at head size 256 spill where a tile is masked or ends a work tile,
-/// and not in the loop. Over quantized blocks the warp that numbers work tiles spills; tiles of
-/// head sizes 192 and 256 where they are masked or end a work tile, the more where they are split.
-/// GPUs of `sm_120` lack the shared memory for `tiled_tma`, and those of `sm_89` for two blocks of
-/// 64 keys. `append_dequantized` and `paged_append` have four CTAs to an SM, which on Hopper is
-/// faster even with spills than three are without
-/// (`docs/results/2026-11-28-h200-float8-keys`, `2026-11-28-h200-batches`).
+/// Hot entries, without their element type, that may spill on a GPU, and how many bytes, stores and
+/// loads together.
+///
+/// - Most decode and append kernels here spill as general text only. With a layer's constants
+///   folded they do not, but for two of 4 bits (`crates/gqa-host/tests/suite/folded.rs`,
+///   `docs/results/2026-11-28-h200-constants`).
+/// - On `sm_90` a decode kernel with spills was faster than the one with eight warps and without
+///   (`docs/results/2026-11-26-h100-ampere`); other GPUs were not measured.
+/// - On `sm_75` copies to shared memory go through registers.
+/// - On Hopper float8 products at head size 256, and all tiles of head sizes 192 and 256, spill
+///   where a key tile is masked or is the last one, more with splits, but not in the mainloop. Over
+///   a quantized paged cache the scheduler's warp spills.
+/// - `sm_120` lacks shared memory for `tiled_tma`, and `sm_89` for two CTAs with tiles of 64 keys.
+/// - `append_dequantized` and `paged_append` are compiled for four CTAs per SM, which on Hopper is
+///   faster with spills than three CTAs without (`docs/results/2026-11-28-h200-float8-keys`,
+///   `2026-11-28-h200-batches`).
 const SPILLS: [(&str, &str, u32); 111] = [
     ("gqa_append_dequantized", "sm_75", 128),
     ("gqa_append_dequantized", "sm_80", 128),
@@ -152,7 +153,7 @@ pub struct Args {
     family: Vec<String>,
 }
 
-/// Assembles modules, and records success in the manifest.
+/// Assembles modules and records success in the manifest.
 pub fn run(args: &Args) -> Result<()> {
     let ptxas = Ptxas::find_or_install(&place::cuda_tools())?;
     let mut manifest = Manifest::read(&place::manifest())?;
@@ -170,8 +171,8 @@ pub fn run(args: &Args) -> Result<()> {
     Ok(manifest.write(&place::manifest())?)
 }
 
-/// The check of `cargo xtask test`: assembles PTX that was not assembled in its present form, or
-/// everything if `full`. `Some` is the reason why nothing was.
+/// The check of `cargo xtask test`: assembles modules that changed since they were last assembled,
+/// or all if `full`. `Some` is the reason why it was skipped.
 pub fn check(full: bool) -> Result<Option<String>> {
     let mut modules = Manifest::read(&place::manifest())?.modules;
     modules.retain(|module| full || !module.is_assembled());
@@ -189,7 +190,7 @@ pub fn check(full: bool) -> Result<Option<String>> {
     }
 }
 
-/// What one module gave on one GPU.
+/// ptxas's report on one module for one GPU.
 struct Assembled {
     module: String,
     arch: String,
@@ -267,7 +268,7 @@ fn table(reports: &[Assembled]) {
     }
 }
 
-/// Fails where an entry marked hot spills, has a stack frame, or made the assembler give up an
+/// Fails if a hot entry spills more than is listed, has a stack frame, or made ptxas give up an
 /// optimisation.
 fn judge(reports: &[Assembled]) -> Result<()> {
     let problems: Vec<String> = reports.iter().flat_map(problems).collect();
@@ -302,7 +303,7 @@ fn problems(assembled: &Assembled) -> Vec<String> {
     usage.chain(warnings.map(|text| format!("{module} on {arch}: {text}"))).collect()
 }
 
-/// Bytes that an entry may spill on a GPU.
+/// Bytes that an entry may spill on a GPU, from [`SPILLS`].
 fn tolerated(entry: &str, arch: &str) -> u32 {
     let name = entry.replace("_bf16", "").replace("_f16", "");
     let row = SPILLS.iter().find(|row| (row.0, row.1) == (name.as_str(), arch));

@@ -20,7 +20,8 @@ pub fn run(bless: bool) -> Result<()> {
     }
     refuse(
         differences,
-        "instruction counts differ from xtask/ratchet.json; if they should, run `cargo xtask ratchet --bless`",
+        "instruction counts differ from xtask/ratchet.json; if they should, run `cargo xtask \
+         ratchet --bless`",
     )?;
     println!("{entries} entries, every count as frozen");
     Ok(())

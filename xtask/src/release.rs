@@ -1,4 +1,4 @@
-//! `cargo xtask release`: what changed becomes a version with a date, a commit and a tag.
+//! `cargo xtask release`: dates the unreleased section of CHANGELOG.md, commits and tags it.
 
 use crate::place;
 use anyhow::{Context, Result, bail, ensure};
@@ -16,11 +16,12 @@ pub fn run() -> Result<()> {
     Ok(())
 }
 
-/// Dates what is unreleased in the repository's CHANGELOG.md, commits that, and tags the commit.
+/// Gives the unreleased section of CHANGELOG.md a version and a date, commits that, and tags the
+/// commit.
 ///
 /// # Errors
 ///
-/// Where there is nothing to release, the tree has changes, or the version has a tag.
+/// If nothing is unreleased, the tree has uncommitted changes, or the version has a tag.
 fn release(root: &Path, version: &str) -> Result<()> {
     let git = |words: &[&str]| {
         let output = Command::new("git").args(words).current_dir(root).output();
@@ -31,7 +32,7 @@ fn release(root: &Path, version: &str) -> Result<()> {
     };
     let (tag, path) = (format!("v{version}"), root.join("CHANGELOG.md"));
     let changes = git(&["status", "--porcelain"])?;
-    ensure!(changes.is_empty(), "the tree has changes, which a release has not: {changes}");
+    ensure!(changes.is_empty(), "the tree has uncommitted changes: {changes}");
     ensure!(git(&["tag", "--list", &tag])?.is_empty(), "{tag}: there is a tag of that name");
     let text = fs::read_to_string(&path).with_context(|| path.display().to_string())?;
     let date = git(&["show", "--no-patch", "--format=%cs", "HEAD"])?;
@@ -44,7 +45,7 @@ fn release(root: &Path, version: &str) -> Result<()> {
     git(&["tag", "--annotate", "--cleanup=verbatim", "--message", &notes, &tag]).map(drop)
 }
 
-/// The text with what is unreleased under that version and date, and what that is.
+/// The text with its unreleased section under that version and date, and that section.
 fn dated(text: &str, version: &str, date: &str) -> Result<(String, String)> {
     let (before, rest) =
         text.split_once(UNRELEASED).context("CHANGELOG.md: no section ## Unreleased")?;

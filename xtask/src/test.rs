@@ -14,8 +14,8 @@ use std::process::{Command, Stdio};
 
 #[derive(ClapArgs)]
 pub struct Args {
-    /// Also compile and assemble PTX from these sources, run four times as many random calls, build
-    /// without the simulator, for other targets and from packages.
+    /// Also compile and assemble all PTX, run four times as many random calls, build without the
+    /// simulator, for other targets and from packages.
     #[arg(long)]
     full: bool,
     /// Only test the integrations, which are built or installed first.
@@ -65,7 +65,7 @@ pub fn run(args: &Args) -> Result<()> {
     steps.finish()
 }
 
-/// Builds `cargo gqa`, and the library without kernels: all other steps include the simulator.
+/// Builds `cargo gqa` and the library without the simulator, which all other steps include.
 fn without_simulator() -> Result<()> {
     let clippy = |target: &[&str]| {
         let command = [&["clippy", "--no-default-features"], target, &["--", "-Dwarnings"]];
@@ -121,7 +121,7 @@ fn node_cases() -> Result<Option<String>> {
     shown(&mut script("--check")).map(|()| None)
 }
 
-/// Runs the bench scripts without a GPU, where they measure nothing.
+/// Runs the tests of the scripts in bench/, which need no GPU.
 fn bench_scripts() -> Result<Option<String>> {
     let python = || {
         let mut command = Command::new("python3");

@@ -11,10 +11,10 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// What a wheel may have.
+/// The most bytes of a wheel.
 const MOST_BYTES: u64 = 12 << 20;
 
-/// A package that there is a wheel of.
+/// A Python package.
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Package {
     /// `gqa`, for Python.
@@ -24,7 +24,7 @@ pub enum Package {
 }
 
 impl Package {
-    /// What the names of its wheels begin with.
+    /// The prefix of its wheels' names.
     const fn prefix(self) -> &'static str {
         match self {
             Self::Python => "gqa-",
@@ -32,7 +32,7 @@ impl Package {
         }
     }
 
-    /// Makes its wheel in a folder, and tries it.
+    /// Builds its wheel into a folder and tests it.
     fn make(self, dist: &Path) -> Result<()> {
         match self {
             Self::Python => {
@@ -63,7 +63,7 @@ pub fn run(which: &[Package]) -> Result<()> {
     Ok(())
 }
 
-/// The wheels of a package that a folder has.
+/// The wheels of a package in a folder.
 fn older(dist: &Path, package: Package) -> Result<Vec<PathBuf>> {
     let files = fs::read_dir(dist)?.map(|file| file.map(|file| file.path()));
     let is_its = |path: &PathBuf| {
@@ -75,7 +75,7 @@ fn older(dist: &Path, package: Package) -> Result<Vec<PathBuf>> {
 fn check_size(wheel: &Path) -> Result<()> {
     let bytes = fs::metadata(wheel)?.len();
     println!("{}: {:.1} MB", wheel.display(), bytes as f64 / 1e6);
-    ensure!(bytes <= MOST_BYTES, "{bytes} bytes, of which {MOST_BYTES} are allowed");
+    ensure!(bytes <= MOST_BYTES, "the wheel has {bytes} bytes; allowed: {MOST_BYTES}");
     Ok(())
 }
 
@@ -103,7 +103,7 @@ fn platform(library: &Path) -> Result<String> {
     let output = output.context("cannot start objdump, of binutils")?;
     ensure!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     let (major, minor) = newest(&String::from_utf8_lossy(&output.stdout))
-        .context("the library needs nothing of the C library")?;
+        .context("the library needs no symbol of glibc")?;
     Ok(format!("manylinux_{major}_{minor}_{ARCH}"))
 }
 
@@ -117,7 +117,7 @@ fn newest(symbols: &str) -> Option<(u32, u32)> {
     symbols.split("GLIBC_").skip(1).filter_map(version).max()
 }
 
-/// A wheel in a fresh virtual environment with what a user installs beside it, and the tests need.
+/// A fresh virtual environment with the wheel and the packages that users and the tests need.
 fn installed(name: &str, list: &str, wheel: &Path) -> Result<PathBuf> {
     let environment = place::target().join("python").join(name);
     if environment.exists() {
@@ -128,14 +128,14 @@ fn installed(name: &str, list: &str, wheel: &Path) -> Result<PathBuf> {
     Ok(python)
 }
 
-/// Runs the examples and the code of the page with it.
+/// Runs the page's code and the examples with the wheel.
 fn try_python(wheel: &Path) -> Result<()> {
     let python = installed("python-wheel-tried", "python", wheel)?;
     let tests = place::root().join("crates/gqa-python/tests/test_page.py");
     shown(Command::new(python).args(["-m", "pytest", "--quiet", "-rs"]).arg(tests))
 }
 
-/// Compares it with PyPI's onnxruntime.
+/// Compares the library with PyPI's onnxruntime.
 fn try_onnx_runtime(wheel: &Path) -> Result<()> {
     let python = installed("wheel-tried", "onnxruntime", wheel)?;
     let library = library_in(&python)?;
@@ -143,14 +143,14 @@ fn try_onnx_runtime(wheel: &Path) -> Result<()> {
     shown(Command::new(python).arg(tests).arg(library).args(["RandomModel", "Nodes"]))
 }
 
-/// Installs the library as users do, in a wheel, and returns where it is then.
+/// Installs the library as users do, by its wheel, and returns its path.
 pub fn installed_library(python: &Path, library: &Path) -> Result<PathBuf> {
     let wheel = build(library, &folder::fresh(&place::target().join("onnxruntime-wheel"))?)?;
     pip::install_wheel(python, &wheel)?;
     library_in(python)
 }
 
-/// The library of the wheel that is installed.
+/// The path of the installed wheel's library.
 fn library_in(python: &Path) -> Result<PathBuf> {
     let code = "import gqa_onnxruntime, onnxruntime; \
                 gqa_onnxruntime.register(onnxruntime.SessionOptions()); \
