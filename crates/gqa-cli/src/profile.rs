@@ -47,7 +47,7 @@ struct Profile {
     launches_us: f64,
     /// The whole call, replayed from a graph.
     graph_us: f64,
-    /// The whole call, put into the stream launch by launch.
+    /// The whole call, enqueued launch by launch.
     stream_us: f64,
     /// Least time by the vendor's figures.
     roofline_us: f64,
@@ -162,20 +162,21 @@ fn show(profile: &Profile) -> Result<()> {
     for Timed { entry, grid: [x, y, z], threads, shared_bytes, us } in launches {
         let share = us / launches_us * 100.0;
         say!(
-            "{us:10.2} us {share:5.1}%  {entry}: {x}x{y}x{z} blocks of {threads} threads, {shared_bytes} bytes shared"
+            "{us:10.2} us {share:5.1}%  {entry}: {x}x{y}x{z} CTAs of {threads} threads, \
+             {shared_bytes} bytes of shared memory"
         );
     }
     let over = |us: &f64| (us - launches_us) / us * 100.0;
     say!("{launches_us:10.2} us         launches, each alone");
     say!(
-        "{graph_us:10.2} us {:5.1}%  in a graph; the share is what no launch takes",
+        "{graph_us:10.2} us {:5.1}%  in a graph; the share is launch overhead",
         over(graph_us)
     );
     say!(
-        "{stream_us:10.2} us {:5.1}%  put into the stream launch by launch; likewise",
+        "{stream_us:10.2} us {:5.1}%  enqueued launch by launch; likewise",
         over(stream_us)
     );
-    say!("{roofline_us:10.2} us         the vendor's figures allow\n");
+    say!("{roofline_us:10.2} us         lower bound by the vendor's figures\n");
     processor.show()?;
     say!("counters:  {ncu}\ntime line: {nsys}");
     Ok(())

@@ -567,7 +567,7 @@ fn explain_tells_what_reads_blocks() -> Result {
     let call = "explain --batch 32 --query-length 512 --past-length 3584";
     let mixed = words(&format!("{call} --block-size 64 --tokens 543"))?;
     let (prompt, token) = ("hopper_paged_bf16_d128:", "decode_paged_bf16_d128_r8_w4:");
-    for kernel in [prompt, token, "beside the one ahead"] {
+    for kernel in [prompt, token, "concurrent with the preceding launch"] {
         assert!(mixed.stdout.contains(kernel), "{}", mixed.stdout);
     }
     for tokens in [511, 32 * 512 + 1] {

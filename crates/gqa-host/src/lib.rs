@@ -1,10 +1,11 @@
-//! GroupQueryAttention for Rust.
+//! Attention for language models: prefill and decode over KV caches, on GPUs and CPUs.
 //!
-//! An operator call ([`op::GroupQueryAttention`] and its [`op::Inputs`]) becomes a validated
-//! [`Problem`]; a problem becomes a [`plan::Plan`], a list of kernel launches that says why each
-//! kernel was chosen; and a plan runs on a [`backend`]: a GPU through CUDA, or the same kernels on
-//! a simulated GPU. Two back ends take the problem directly: a fast CPU implementation and the f64
-//! [`mod@reference`] that all others are compared with.
+//! A call, in an engine's terms ([`engine`]) or as an ONNX operator with its tensors ([`op`]),
+//! becomes a checked [`Problem`]. A [`plan::Planner`] makes it a [`plan::Plan`]: a list of kernel
+//! launches, with the reason for each kernel. A [`backend`] computes the call on host tensors: the
+//! GPU and the simulated GPU run plans; the CPU and the float64 [`mod@reference`], with which all
+//! others are compared, take the problem directly. On its own GPU memory and streams an engine runs
+//! plans through `driver`.
 
 #![warn(clippy::missing_errors_doc)]
 
@@ -13,7 +14,7 @@ mod merge;
 pub mod op;
 pub mod reference;
 
-/// GPUs through the CUDA driver: devices, memory, streams, graphs, and plans put into streams.
+/// GPUs through the CUDA driver: devices, memory, streams, graphs, and loaded plans.
 #[cfg(feature = "cuda")]
 pub use gqa_cuda as driver;
 pub use gqa_plan::{
@@ -27,12 +28,12 @@ pub use gqa_tensor::{
 };
 pub use merge::{State, merge_states};
 
-/// The README's example is a test.
+/// Tests the README's program.
 #[cfg(doctest)]
 #[doc = include_str!("../../../README.md")]
 struct Readme;
 
-/// So are those of the page for engines.
+/// Tests the programs of docs/engines.md.
 #[cfg(doctest)]
 #[doc = include_str!("../../../docs/engines.md")]
 struct Engines;

@@ -35,13 +35,13 @@ fn environment_variables_are_documented() {
     let text = format!(
         "# Environment variables\n\n\
          <!-- Written by crates/gqa-host/tests/docs.rs. -->\n\n\
-         An alias, ONNX Runtime's name for the same thing, counts where the variable itself is not\n\
-         set. A value that a variable does not take is an error; a `GQA_*` name that is not in the\n\
-         table is a warning in the log.\n\n{}\n\
-         `cargo gqa doctor` lists those that are set. A variable changes plans that are made after it\n\
-         was read: the program reads them when it starts, the library in `PlanOptions::from_env`. The\n\
-         packages for Python and ONNX Runtime report unknown names and wrong values when they are\n\
-         imported or registered, candle's crate at its first call, on a GPU or on the CPU.\n",
+         An alias is ONNX Runtime's variable for the same option, and is read if the variable itself\n\
+         is not set. A wrong value is an error. An unknown `GQA_*` name is a warning in the log.\n\n{}\n\
+         `cargo gqa doctor` lists the variables that are set. They affect plans that are made after\n\
+         they were read: the program reads them when it starts, the library in\n\
+         `PlanOptions::from_env`. The packages for Python and ONNX Runtime report unknown names and\n\
+         wrong values when they are imported or registered, candle's crate at its first call, on a\n\
+         GPU or on the CPU.\n",
         environment::markdown()
     );
     check("env.md", &text);
@@ -152,11 +152,11 @@ fn launches(text: &mut String) -> std::fmt::Result {
     writeln!(
         text,
         "\n## Launches of a decode step\n\n\
-         bfloat16, 8 sequences with one new token each, 32 query heads over 8 KV heads, of 128 where\n\
-         a row does not say otherwise, a rotary embedding. Kernels for the H100 have run on it and on\n\
-         an H200, plans for an RTX 5090 on an H200, and plans for an A100 and an RTX 4090, with the\n\
-         kernels of those, on an H100. No other GPU was at hand. The simulator runs plans for an\n\
-         A100, a B200 and an RTX 5090 in the test command.\n"
+         bfloat16, 8 sequences with one new token each, RoPE, 32 query heads over 8 KV heads of 128,\n\
+         unless a row says otherwise. Plans for the H100 have run on an H100 and an H200, plans for an\n\
+         RTX 5090 on an H200, and plans for an A100 and an RTX 4090 on an H100, with the kernels of\n\
+         these GPUs. No other GPU was available. `cargo xtask test` runs plans for an A100, a B200 and\n\
+         an RTX 5090 on the simulator.\n"
     )?;
     let devices = DECODING.map(|name| (name, DeviceInfo::known(name).unwrap()));
     row(text, ["decode over".to_owned()].into_iter().chain(DECODING.map(str::to_owned)))?;
@@ -274,9 +274,9 @@ fn trusted(text: &mut String) -> std::fmt::Result {
     writeln!(
         text,
         "\n## Trust\n\n\
-         What GPUs of compute capability 9.0 run, ran on an H100 and an H200, and was compared\n\
-         there. No kernel ran on another GPU: all were simulated and assembled, and most run on\n\
-         Hopper, too. On other GPUs kernels are tested at their first use\n\
+         The kernels for compute capability 9.0 ran on an H100 and an H200, and their results were\n\
+         compared there. No kernel has run on another GPU. The kernels for other GPUs were simulated\n\
+         and assembled, and most run on Hopper, too. On other GPUs kernels are tested at first use\n\
          ([debugging.md](debugging.md#a-gpu-that-nobody-has-tried)), except for the simplest ones,\n\
          with which they are compared: {}.",
         of(true, 80)
@@ -288,8 +288,8 @@ fn support() -> Result<String, std::fmt::Error> {
         "# Support\n\n\
          <!-- Written by crates/gqa-host/tests/docs.rs. -->\n\n\
          ## What the planner takes for attention\n\n\
-         bfloat16, 2 sequences, 32 query heads over 8 KV heads of 128 and a shared cache where a\n\
-         row does not say otherwise. `cargo gqa explain` says for any call what is taken and why\n\
+         bfloat16, 2 sequences, 32 query heads over 8 KV heads of 128 and a shared cache, unless a\n\
+         row says otherwise. `cargo gqa explain` says for any call which kernel is chosen, and why\n\
          the others are not.\n\n| call |",
     );
     for device in DEVICES {
@@ -308,9 +308,9 @@ fn support() -> Result<String, std::fmt::Error> {
     writeln!(
         text,
         "\n## Kernels\n\n\
-         The registry, `crates/gqa-kernels/src/registry`. A head size takes the smallest tile that\n\
-         holds it. Shared memory in bytes of a block; compute capability: the oldest, or the\n\
-         only one. PTX is shipped for the targets named."
+         The entries of `crates/gqa-kernels/src/registry`. A head size takes the smallest tile that\n\
+         holds it. *shared* is the shared memory of a CTA in bytes, *compute capability* the oldest or\n\
+         the only one. A heading names the targets for which PTX is shipped."
     )?;
     for family in Family::ALL {
         let name = family.name();

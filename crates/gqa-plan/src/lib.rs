@@ -1,9 +1,9 @@
 //! Describes attention calls and plans them.
 //!
-//! A call is described as an engine does ([`engine`]) or field by field ([`ProblemFields`]); what
-//! passes its checks is a [`Problem`]; and a problem becomes a [`plan::Plan`], a list of kernel
-//! launches that says why each kernel was chosen. No tensor, driver or GPU is needed for that.
-//! Where lengths and tables are in host memory, [`contents`] checks them.
+//! A call is described in an engine's terms ([`engine`]) or field by field ([`ProblemFields`]). Its
+//! checks make it a [`Problem`], and the planner makes that a [`plan::Plan`]: a list of kernel
+//! launches, with the reason for each kernel. This needs no tensor, driver or GPU. [`contents`]
+//! checks lengths and tables that are in host memory.
 
 #![warn(clippy::missing_errors_doc)]
 

@@ -174,7 +174,7 @@ fn has_rows(p: &Problem) -> bool {
     p.computes != CallKind::Rotation && !p.packed && !p.reads_pages_only()
 }
 
-/// Whether rows are made of those of query.
+/// Whether output rows correspond to query rows.
 fn has_rows_out(p: &Problem) -> bool {
     matches!(p.computes, CallKind::Attention | CallKind::Rotation)
 }
@@ -240,18 +240,18 @@ impl<T> Default for Tensors<T> {
 }
 
 impl<T> Tensors<T> {
-    /// That of a tensor.
+    /// A tensor's value.
     #[inline]
     pub fn get(&self, id: TensorId) -> Option<&T> {
         self.0[id as usize].as_ref()
     }
 
-    /// That of a tensor, to be changed.
+    /// A mutable reference to a tensor's value.
     pub fn get_mut(&mut self, id: TensorId) -> Option<&mut T> {
         self.0[id as usize].as_mut()
     }
 
-    /// With that for a tensor, or with none.
+    /// Sets or removes a tensor's value.
     #[inline]
     pub fn with(mut self, id: TensorId, value: impl Into<Option<T>>) -> Self {
         self.0[id as usize] = value.into();
@@ -270,17 +270,17 @@ impl<T> Tensors<T> {
         all
     }
 
-    /// What `f` makes of each.
+    /// Applies `f` to each value.
     pub fn map<U>(self, mut f: impl FnMut(T) -> U) -> Tensors<U> {
         Tensors(self.0.map(|value| value.map(&mut f)))
     }
 
-    /// The present ones, in the order of [`TensorId::ALL`].
+    /// The values that are set, in the order of [`TensorId::ALL`].
     pub fn iter(&self) -> impl Iterator<Item = (TensorId, &T)> {
         TensorId::ALL.into_iter().filter_map(|id| Some((id, self.get(id)?)))
     }
 
-    /// Those that there are, to be changed.
+    /// Mutable references to the values that are set.
     pub fn iter_mut(&mut self) -> impl Iterator<Item = (TensorId, &mut T)> {
         let all = TensorId::ALL.into_iter().zip(&mut self.0);
         all.filter_map(|(id, value)| Some((id, value.as_mut()?)))
@@ -311,7 +311,7 @@ impl<T: Copy> Tensors<T> {
 }
 
 impl<'a> Tensors<&'a Tensor> {
-    /// Their elements.
+    /// Views of the tensors.
     pub fn views(self) -> Tensors<TensorView<'a>> {
         self.map(Tensor::view)
     }

@@ -13,7 +13,7 @@ pub struct Cuda {
     device: Device,
     stream: Stream,
     options: PlanOptions,
-    /// What plans are made for, if it is another GPU.
+    /// The device that plans are made for, if it is another one.
     other: Option<DeviceInfo>,
 }
 

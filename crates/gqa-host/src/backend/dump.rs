@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// The folder that `GQA_DUMP` names, if it names one.
+/// The folder that `GQA_DUMP` names, if it is set.
 pub(super) fn folder() -> Result<Option<&'static Path>> {
     static FOLDER: OnceLock<Option<PathBuf>> = OnceLock::new();
     let folder = FOLDER.get_or_init(|| std::env::var_os(DUMP).map(PathBuf::from)).as_deref();

@@ -130,11 +130,11 @@ impl<'a> IoViews<'a> {
     }
 }
 
-/// What a call has in some role.
+/// A call's tensor in some role.
 struct Got<'a> {
     dtype: DType,
     len: usize,
-    /// Where it has one.
+    /// Its shape, if it has one.
     shape: Option<&'a [usize]>,
 }
 

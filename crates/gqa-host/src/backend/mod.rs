@@ -1,4 +1,4 @@
-//! Where a problem is computed.
+//! Back ends: they compute problems on host tensors.
 
 pub mod cpu;
 #[cfg(feature = "cuda")]
@@ -17,9 +17,9 @@ use gqa_tensor::{CacheView, Result, Tensor, TensorView, TensorViewMut};
 /// The tensors of one validated call. Inputs are as the operator takes them; outputs have their
 /// final shapes.
 ///
-/// With [`CacheBinding::Shared`](gqa_plan::CacheBinding) `past_*` are absent and `present_*` arrive
-/// holding the past, and so do the scales of rows; with `Separate` every element of `present_*` is
-/// written. Every element of the other outputs is always written.
+/// With [`CacheBinding::Shared`](gqa_plan::CacheBinding) `past_*` are absent, and `present_*` and
+/// per-token scales contain the past. With `Separate` every element of `present_*` is written.
+/// Every element of the other outputs is always written.
 pub struct Io<'a> {
     /// What the call reads, by role.
     pub inputs: Tensors<&'a Tensor>,
@@ -29,7 +29,7 @@ pub struct Io<'a> {
     pub present_key: &'a mut Tensor,
     /// present_value
     pub present_value: &'a mut Tensor,
-    /// k_scale and v_scale where each row of the cache has its own
+    /// Per-token k_scale and v_scale
     pub row_scales: Option<[&'a mut Tensor; 2]>,
     /// output_qk
     pub output_qk: Option<&'a mut Tensor>,
@@ -48,7 +48,7 @@ pub struct IoViews<'a> {
     pub present_key: CacheView<'a>,
     /// present_value
     pub present_value: CacheView<'a>,
-    /// k_scale and v_scale where each row of the cache has its own
+    /// Per-token k_scale and v_scale
     pub row_scales: Option<[CacheView<'a>; 2]>,
     /// output_qk
     pub output_qk: Option<TensorViewMut<'a>>,
@@ -58,16 +58,16 @@ pub struct IoViews<'a> {
 
 /// Computes problems on host tensors.
 pub trait Backend: Send + Sync {
-    /// Name as the program's `--backend` takes it.
+    /// Its name for the program's `--backend`.
     fn name(&self) -> &'static str;
 
     /// Computes `problem` on `io`.
     ///
     /// # Errors
     ///
-    /// Where tensors do not match the problem, where there is one that the problem lacks, where
-    /// lengths, positions or block tables lead outside of the tensors that they index, where no
-    /// kernel supports the problem, where memory is too small, and where the GPU fails.
+    /// Where tensors do not match the problem or are not part of it, where lengths, positions or
+    /// block tables lead outside of the tensors that they index, where no kernel supports the
+    /// problem, where memory is too small, and where the GPU fails.
     fn run(&self, problem: &Problem, io: &mut Io<'_>) -> Result<()>;
 }
 
@@ -89,8 +89,8 @@ pub trait Machine: Backend {
     fn execute(&self, plan: &gqa_plan::plan::Plan, io: &mut Io<'_>) -> Result<()>;
 }
 
-/// Runs `problem` on `backend`, as every operator of [`op`](crate::op) does: drops inputs for which
-/// the operator has no use, writes a log line, and dumps the tensors if `GQA_DUMP` names a folder.
+/// Runs `problem` on `backend`, for every operator of [`op`](crate::op): drops unused inputs,
+/// writes a log line, and dumps the tensors if `GQA_DUMP` names a folder.
 pub(crate) fn run(backend: &dyn Backend, problem: &Problem, io: &mut Io<'_>) -> Result<()> {
     tracing::debug!(backend = backend.name(), call = %problem, "run");
     io.inputs = io.inputs.only_of(problem);

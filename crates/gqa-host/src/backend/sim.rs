@@ -1,4 +1,4 @@
-//! The simulated GPU: the same launches as on a real one, with host memory.
+//! The simulated GPU: runs a plan's launches on host memory.
 
 use super::cpu::{Executor, Rayon};
 use super::{Backend, Io, Machine, strided};
@@ -22,14 +22,14 @@ pub struct Sim {
 }
 
 impl Default for Sim {
-    /// As an H200 would be used.
+    /// A simulated H200.
     fn default() -> Self {
         Self { device: DeviceInfo::h200(), options: PlanOptions::default(), seed: 0 }
     }
 }
 
 impl Sim {
-    /// Plans as for that GPU.
+    /// Plans for that GPU.
     pub fn with_device(self, device: DeviceInfo) -> Self {
         Self { device, ..self }
     }
@@ -44,8 +44,8 @@ impl Sim {
         Self { seed, ..self }
     }
 
-    /// What the launch of [`Plan::schedule`] writes, by `seqlens_k` and
-    /// `cumulative_sequence_length` among `inputs`; `None` where the plan has no such launch.
+    /// The tensor that [`Plan::schedule`] writes for `seqlens_k` and `cumulative_sequence_length`
+    /// among `inputs`; `None` if the plan has no such launch.
     ///
     /// # Errors
     /// Where memory is too small, and where the simulator finds undefined behaviour.
@@ -160,7 +160,7 @@ fn order(launches: &[Launch]) -> Vec<usize> {
     groups.flat_map(|group| group.iter().rev()).copied().chain(concurrent).collect()
 }
 
-/// Whether a launch of the plan may read this argument while the one ahead still runs.
+/// Whether a launch of the plan may read this argument while the preceding one still runs.
 fn prefetches(plan: &Plan, number: usize, arg: &Arg) -> bool {
     let ahead = &plan.launches()[..number];
     match (ahead.last(), tensor(arg)) {
@@ -178,7 +178,7 @@ fn prefetches(plan: &Plan, number: usize, arg: &Arg) -> bool {
     }
 }
 
-/// The tensor of the call that an argument is.
+/// The call's tensor behind an argument.
 fn tensor(arg: &Arg) -> Option<TensorId> {
     match *arg {
         Arg::Tensor { id, .. } => Some(id),
@@ -209,7 +209,7 @@ fn scratch(arg: &Arg) -> Option<Range<usize>> {
     }
 }
 
-/// What kernels see of the host's memory.
+/// The host memory that kernels access.
 struct Memory<'a> {
     inputs: Vec<(TensorId, &'a [u8])>,
     outputs: Vec<(TensorId, &'a [Cell<u8>])>,

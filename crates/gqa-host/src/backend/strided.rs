@@ -15,7 +15,7 @@ struct Rows {
 }
 
 impl Rows {
-    /// Of a tensor that the problem wants strided.
+    /// The rows of a tensor that is strided in the problem.
     fn of(p: &Problem, id: TensorId) -> Option<Self> {
         id.spec(p)?;
         let (dense, Strided { query, key, value, output, pages, .. }) = (p.contiguous(), p.strided);
@@ -72,7 +72,7 @@ pub(super) fn scattered(p: &Problem, id: TensorId, tensor: &Tensor) -> Option<Ve
     Some(memory)
 }
 
-/// The strided outputs: poisoned memory for the output, and what a paged KV cache holds.
+/// Strided outputs: poisoned memory for the output, and a copy of a paged KV cache.
 pub(super) fn outputs(p: &Problem, io: &Io<'_>) -> Vec<(TensorId, Vec<u8>)> {
     let output = Rows::of(p, TensorId::Output).map(|rows| rows.memory());
     let outputs = [

@@ -35,7 +35,7 @@ impl Default for Attention {
 }
 
 impl Attention {
-    /// Every attribute as if it were not given.
+    /// The operator with all attributes at their defaults.
     pub fn new() -> Self {
         Self {
             is_causal: 0,
@@ -78,7 +78,7 @@ impl Attention {
         self.q_num_heads.is_some() || self.kv_num_heads.is_some()
     }
 
-    /// Factor on q·k, 0 or more; 1/sqrt(head_size) where not given.
+    /// Factor on q·k, 0 or more; by default 1/sqrt(head_size).
     pub fn scale(self, scale: f32) -> Self {
         Self { scale: Some(scale), ..self }
     }
@@ -89,7 +89,7 @@ impl Attention {
     }
 
     /// Type of the softmax: 1 float32, 10 float16, 11 float64, 16 bfloat16. It is computed in
-    /// float32 at least, and on a GPU in float32 at most.
+    /// float32 or, for float64 inputs, in float64 on the CPU.
     pub fn softmax_precision(self, dtype: i64) -> Self {
         Self { softmax_precision: Some(dtype), ..self }
     }
@@ -100,7 +100,7 @@ impl Attention {
         Self { qk_matmul_output_mode: mode, ..self }
     }
 
-    /// Whether qk_matmul_output is wanted.
+    /// Whether to output qk_matmul_output.
     pub fn qk_matmul_output(self, on: bool) -> Self {
         Self { qk_matmul_output: on, ..self }
     }
@@ -195,7 +195,7 @@ pub struct AttentionInputs<'a> {
     pub past_key: Option<&'a Tensor>,
     /// (B, Nk, P, Hv)
     pub past_value: Option<&'a Tensor>,
-    /// int64 (B): valid rows of K and V, which then are a whole cache
+    /// int64 (B): number of valid rows of K and V, which are a whole cache in such a call
     pub nonpad_kv_seqlen: Option<&'a Tensor>,
 }
 

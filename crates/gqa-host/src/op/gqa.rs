@@ -8,16 +8,16 @@ use gqa_tensor::{DType, Result, Tensor};
 /// How a cache is quantized.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum QuantType {
-    /// Not at all.
+    /// Not quantized.
     #[default]
     None,
-    /// One scale for all of it.
+    /// One scale for the cache.
     PerTensor,
-    /// One scale per KV head, which no ONNX operator has.
+    /// One scale per KV head (beyond ONNX).
     PerHead,
-    /// A scale for each element of each KV head.
+    /// One scale per channel of each KV head.
     PerChannel,
-    /// Per-token scales, in tensors beside the cache; only with a shared cache.
+    /// One scale per token and KV head, as part of a shared cache (beyond ONNX).
     PerToken,
 }
 
@@ -46,7 +46,7 @@ impl From<Option<Scales>> for QuantType {
 }
 
 impl std::fmt::Display for QuantType {
-    /// The word ONNX uses, or one like those.
+    /// ONNX's name, or a similar one.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(match self {
             Self::None => "NONE",
@@ -138,12 +138,12 @@ impl GroupQueryAttention {
         Self { local_window_size: size, ..self }
     }
 
-    /// A rolling cache, which holds only the newest rows of a sequence, at least local_window_size
-    /// of them: past_key and past_value have as many rows as the cache can hold, C, in a first
-    /// prompt too, and of a sequence of T rows it holds, from its row 0 on, all while T <= C, else
-    /// the newest `T - G * ceil((T - C) / G)` where G is `C - local_window_size + 1`. Lengths,
-    /// positions and attention_bias count from the sequence's first row all the same. A first
-    /// prompt has no padding then.
+    /// A rolling cache, which holds the newest rows of a sequence, at least local_window_size of
+    /// them. past_key and past_value have the cache's capacity of C rows, also in a first prompt.
+    /// Of a sequence of T rows the cache holds, from its row 0 on, all rows if T <= C, and else the
+    /// newest `T - G * ceil((T - C) / G)` rows with `G = C - local_window_size + 1`. Lengths,
+    /// positions and attention_bias still count from the sequence's first row. A first prompt must
+    /// not be padded.
     pub fn sliding_window_cache(self, on: bool) -> Self {
         Self { sliding_window_cache: on, ..self }
     }
@@ -189,9 +189,9 @@ impl GroupQueryAttention {
         Self { k_norm_epsilon: Some(epsilon), ..self }
     }
 
-    /// How past_key and present_key are quantized; equal to v_quant_type. Requires k_scale and
+    /// The quantization of past_key and present_key; equal to v_quant_type. Requires k_scale and
     /// v_scale, and past_key and past_value, whose type determines the format: int8, float8e4m3fn,
-    /// or uint8 with two 4-bit values each.
+    /// or uint8 with two 4-bit values to a byte.
     pub fn k_quant_type(self, how: QuantType) -> Self {
         Self { k_quant_type: how, ..self }
     }
@@ -206,7 +206,7 @@ impl GroupQueryAttention {
         Self { kv_cache_bit_width: bits, ..self }
     }
 
-    /// A cache of 4 bits holds float4e2m1 instead of integers (beyond ONNX).
+    /// A 4-bit cache holds float4e2m1 instead of integers (beyond ONNX).
     pub fn float4_cache(self, on: bool) -> Self {
         Self { float4_cache: on, ..self }
     }
@@ -227,22 +227,21 @@ impl GroupQueryAttention {
         Self { float32_output: on, ..self }
     }
 
-    /// Promises that the kernel launched just before this call in its stream writes none of the
-    /// call's inputs except query, key and value, and triggers its dependents only after its own
-    /// dependencies have completed. That holds where that kernel is the layer's QKV projection or
-    /// another layer's attention, and the cache was last written in the previous step. `decode` may
-    /// then fetch lengths and cached keys while that kernel still runs (programmatic dependent
-    /// launch); other kernels ignore the promise. If it is broken, results may be wrong. Beyond
-    /// ONNX.
+    /// Promises that the preceding kernel in the stream writes no input of the call except query,
+    /// key and value, and triggers dependent launches only after its own dependencies have
+    /// completed. That is true if the kernel is the layer's QKV projection or another layer's
+    /// attention, and the cache was last written in the previous step. `decode` may then read
+    /// lengths and cached keys while that kernel still runs (programmatic dependent launch). Other
+    /// kernels ignore the promise. If it is broken, results may be wrong. Beyond ONNX.
     pub fn prefetch_cache(self, on: bool) -> Self {
         Self { prefetch_cache: on, ..self }
     }
 
-    /// Allows float8 matrix products over a float8e4m3fn cache: rotated queries, times k_scale and
-    /// divided by a power of two for each row, and P are rounded to e4m3, to four significant bits.
-    /// Tensor cores run at twice the rate; `hopper_float8` does so in prefill where it pays, from
-    /// some 8192 keys on, or 4096 at head sizes over 128. All other kernels keep their accuracy.
-    /// Off by default. Beyond ONNX.
+    /// Allows float8 matrix products over a float8e4m3fn cache, which double the rate of the tensor
+    /// cores. Then `hopper_float8` computes prefill from some 8192 keys on, or 4096 at head sizes
+    /// over 128. It rounds P and rotated queries, times k_scale and divided by a power of two for
+    /// each row, to e4m3, which has four significant bits. Other kernels are not affected. Off by
+    /// default. Beyond ONNX.
     pub fn float8_products(self, on: bool) -> Self {
         Self { float8_products: on, ..self }
     }
@@ -261,7 +260,7 @@ impl GroupQueryAttention {
 
     /// Applies the operator with a cache that past and present share: `cache` is read as past_key
     /// and past_value (those inputs must be absent) and the new rows are appended in place. The
-    /// outputs' present tensors are taken from it and given back.
+    /// outputs' present tensors are empty.
     ///
     /// # Errors
     ///

@@ -6,7 +6,7 @@ use gqa_plan::plan::TensorId::{self, *};
 use gqa_plan::plan::Tensors;
 use gqa_tensor::{DType, Tensor, TensorDesc};
 
-/// One row per optional input: its name, its role, and in the comment its shape.
+/// One row per optional input: its name, its role, and its shape in the comment.
 macro_rules! optional {
     ($($(#[$doc:meta])* $name:ident: $role:ident;)*) => {
         /// The operator's inputs under their ONNX names; lengths and shapes are checked when the
@@ -47,8 +47,8 @@ macro_rules! optional {
             }
         }
 
-        /// Types and shapes of the operator's inputs, which is all that the host knows of tensors
-        /// in GPU memory. ONNX names, as in [`Inputs`].
+        /// Types and shapes of the operator's inputs, under the names in [`Inputs`]: for tensors in
+        /// GPU memory, whose contents the host does not read.
         #[derive(Clone, Copy, Debug)]
         pub struct Shapes<'a> {
             /// query, or packed QKV
@@ -93,7 +93,7 @@ optional! {
     key: Key;
     /// As key
     value: Value;
-    /// (B, Nk, P, H); of 4-bit values H/2
+    /// (B, Nk, P, H), or H/2 for 4-bit values
     past_key: PastKey;
     /// As past_key
     past_value: PastValue;
@@ -109,12 +109,12 @@ optional! {
     head_sink: HeadSink;
     /// float32, finite and not 0: one for all keys in a quantized cache, or (Nk·H) in any shape
     k_scale: KScale;
-    /// The same of values
+    /// The same for values
     v_scale: VScale;
     /// (H): QK-norm weight: each head of query is divided by its root mean square and multiplied by
     /// this, before RoPE
     q_norm_weight: QNormWeight;
-    /// (H): the same of key
+    /// (H): the same for key
     k_norm_weight: KNormWeight;
     /// int32 (B): new tokens of each sequence, 0 where it is idle; the rows after them are padding
     query_seqlens: QuerySeqlens;
@@ -124,7 +124,7 @@ optional! {
 }
 
 impl Inputs<'_> {
-    /// In ONNX's order, as nodes have them.
+    /// In the order of ONNX's nodes.
     pub const ONNX: [Input; 17] = [
         input("query", Query, Element).required(),
         input("key", Key, Element),

@@ -39,12 +39,12 @@ pub struct PagedAttention {
     lse: bool,
 }
 
-/// The layout of a cache with tensors of keys and of values.
+/// The layout of a cache with separate tensors of keys and values.
 const SEPARATE: &str = "SEPARATE";
-/// That of a cache with one tensor, for multi-head latent attention.
+/// The layout of a cache with one tensor, for multi-head latent attention.
 const LATENT: &str = "LATENT";
 
-/// What the operator returns.
+/// The operator's outputs.
 #[derive(Clone, Debug)]
 pub struct PagedOutputs {
     /// (num_tokens, N·H), or N · v_head_size in the latent layout.
@@ -130,7 +130,7 @@ impl PagedAttention {
         Self { k_cache_dtype: name.to_owned(), ..self }
     }
 
-    /// What value_cache holds, likewise.
+    /// The format of value_cache, likewise.
     pub fn v_cache_dtype(self, name: &str) -> Self {
         Self { v_cache_dtype: name.to_owned(), ..self }
     }
@@ -237,7 +237,7 @@ impl<'a> PagedInputs<'a> {
     }
 }
 
-/// Errs unless attention_metadata is true.
+/// Errs unless attention_metadata bounds the actual lengths.
 fn check_metadata(most: Bounds, metadata: &Tensor) -> Result<()> {
     const NAME: &str = "attention_metadata";
     let bounds = contents::integers(NAME, metadata.view())?;
@@ -248,7 +248,8 @@ fn check_metadata(most: Bounds, metadata: &Tensor) -> Result<()> {
     for (&bound, most) in bounds.iter().zip([query_rows, keys]) {
         if !usize::try_from(bound).is_ok_and(|bound| bound == 0 || bound >= most) {
             let allowed = format!(
-                "0, or at least {query_rows} and {keys}, the largest number of new tokens and the longest sequence"
+                "0, or at least {query_rows} and {keys}, the largest number of new tokens and the \
+                 longest sequence"
             );
             return Err(Error::invalid(NAME, format!("{bounds:?}"), allowed));
         }

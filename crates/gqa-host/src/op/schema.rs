@@ -50,7 +50,7 @@ pub(super) const fn input(name: &'static str, role: TensorId, kind: Kind) -> Inp
     Input { name, role: Some(role), kind, required: false }
 }
 
-/// Numbers that the host reads, whatever device computes.
+/// An input of integers that the host reads on every back end.
 pub(super) const fn numbers(name: &'static str) -> Input {
     Input { name, role: None, kind: Kind::Always(DType::I32), required: false }
 }

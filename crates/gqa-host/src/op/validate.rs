@@ -122,8 +122,8 @@ impl GroupQueryAttention {
         })
     }
 
-    /// Whether the call has query_seqlens, which then has the type, the shape and the other inputs
-    /// that it needs.
+    /// Whether the call has query_seqlens; checks its type and shape, and the inputs that it
+    /// requires.
     fn check_query_seqlens(&self, inputs: &Shapes<'_>, query: &Query, rows: Rows) -> Result<bool> {
         const NAME: &str = "query_seqlens";
         let Some(given) = inputs.query_seqlens else { return Ok(false) };
@@ -190,7 +190,7 @@ impl GroupQueryAttention {
         Ok(heads)
     }
 
-    /// What QK-norm adds to mean squares.
+    /// The epsilons of QK-norm.
     fn epsilons(&self) -> QkNorm {
         let epsilon = |own: Option<f32>| own.unwrap_or(self.qk_norm_epsilon);
         QkNorm { q_epsilon: epsilon(self.q_norm_epsilon), k_epsilon: epsilon(self.k_norm_epsilon) }
@@ -321,7 +321,7 @@ fn total_sequence_length(tensor: &Tensor) -> Result<usize> {
     }
 }
 
-/// head_sink wins over smooth_softmax.
+/// The sink: head_sink takes precedence over smooth_softmax.
 fn sink(head_sink: bool, smooth_softmax: bool) -> Sink {
     match (head_sink, smooth_softmax) {
         (true, _) => Sink::PerHead,

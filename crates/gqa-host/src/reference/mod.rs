@@ -49,7 +49,7 @@ pub struct Exact {
     pub output: Vec<f64>,
     /// output_qk; empty where the call has none.
     pub output_qk: Vec<f64>,
-    /// Log-sum-exp, wanted or not.
+    /// Log-sum-exp, even if the call has no such output.
     pub lse: Vec<f64>,
 }
 
@@ -536,7 +536,7 @@ impl<'a> Call<'a> {
         word.is_some_and(|word| new >= 0 && word.wrapping_shr(new as u32) & 1 == 0)
     }
 
-    /// What attention_bias or attn_mask adds.
+    /// The bias of attention_bias or attn_mask; -inf for a masked key.
     fn bias(&self, b: usize, n: usize, s: usize, j: usize) -> f64 {
         let p = self.problem;
         let Some(bias) = p.bias else { return 0.0 };

@@ -1,5 +1,5 @@
-//! PagedAttention: writes the new rows into the cache, then computes each sequence as a call of its
-//! own over its gathered blocks.
+//! PagedAttention: writes the new rows into the cache, then computes each sequence as a separate
+//! call over its gathered blocks.
 
 use super::{Exact, compute_without};
 use crate::backend::Io;
@@ -87,7 +87,7 @@ impl<'a> Sequence<'a> {
         Ok((0..p.batch).filter(|&b| starts[b] < starts[b + 1]).map(sequence).collect())
     }
 
-    /// A call of this sequence alone, of its new tokens.
+    /// A call with this sequence only.
     fn call(&self) -> Result<Problem> {
         self.problem.derive(|call| ProblemFields {
             batch: 1,
@@ -269,7 +269,7 @@ impl<'a> Sequence<'a> {
     }
 }
 
-/// In place of the values of a latent call.
+/// An empty tensor in place of the values of a latent call.
 fn nothing(p: &Problem) -> Tensor {
     Tensor::zeros(p.dtype, &[0])
 }

@@ -3,19 +3,18 @@
 use float8::F8E4M3;
 use gqa_plan::{QuantFormat, Quantization, Scales};
 
-/// How one of the two caches is quantized.
+/// The quantization of keys or of values.
 pub(super) struct Codes {
-    /// What its quantized values are.
+    /// Format and granularity.
     pub(super) how: Quantization,
     /// The scales: one, one per KV head, one per channel, or one per cache row.
     pub(super) scales: Vec<f64>,
 }
 
-/// The numbers of float4e2m1 that are not negative, by their codes. 8 is added to the code of a
-/// negative one.
+/// The non-negative values of float4e2m1, by their codes. Negative values have codes larger by 8.
 const FLOAT4: [f64; 8] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
 
-/// The code of the nearest number, the even code of two.
+/// The code of the nearest value; ties to the even code.
 fn float4(x: f64) -> u8 {
     let distance = |code: &u8| (FLOAT4[usize::from(*code)] - x.abs().min(6.0)).abs();
     let nearer = |a: &u8, b: &u8| distance(a).total_cmp(&distance(b)).then((a % 2).cmp(&(b % 2)));
@@ -58,7 +57,7 @@ impl Codes {
         if is_finite && scale.is_normal() { f64::from(scale) } else { 1.0 }
     }
 
-    /// Bytes of a row of `size` numbers.
+    /// Bytes of a row of `size` values.
     pub(super) fn bytes(&self, size: usize) -> usize {
         size / self.how.codes_per_element()
     }

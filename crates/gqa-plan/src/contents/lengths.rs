@@ -77,7 +77,7 @@ impl PagedLengths {
         Ok(Self { sequences, most_tokens })
     }
 
-    /// The most that any sequence has.
+    /// The largest values of any sequence.
     pub fn bounds(&self) -> Bounds {
         let keys = self.sequences.iter().map(|[past, new]| past + new).max();
         Bounds { query_rows: self.most_tokens, keys: keys.unwrap_or(0) }
@@ -210,12 +210,12 @@ fn checked_slots(pages: Pages, slots: TensorView<'_>) -> Result<&[i32]> {
     }
 }
 
-/// A bound on the lengths, by which kernels are chosen and scratch memory is sized; 0: not known.
+/// Upper bounds of the lengths, which size launches and scratch memory; 0: unknown.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Bounds {
-    /// New tokens.
+    /// New tokens of a sequence.
     pub query_rows: usize,
-    /// Tokens in all, the new ones included.
+    /// Tokens of a sequence, including new ones.
     pub keys: usize,
 }
 

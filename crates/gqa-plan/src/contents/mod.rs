@@ -12,11 +12,11 @@ pub use lengths::{Bounds, PagedLengths};
 
 const TOKENS: &str = "query_seqlens";
 
-/// Errs unless every length, every position of a token and every block leads into the tensors that
-/// they index, and scales can be divided by.
+/// Errs unless all lengths, positions and blocks are inside of the tensors that they index, and all
+/// scales are finite and not 0.
 ///
 /// # Errors
-/// Names the tensor, its element and what would do.
+/// Names the tensor, the element and the allowed values.
 pub fn check(p: &Problem, inputs: &Tensors<TensorView<'_>>) -> Result<()> {
     let scales = [TensorId::KScale, TensorId::VScale, TensorId::OutputScale];
     for id in scales.into_iter().filter(|id| id.spec(p).is_some()) {
@@ -25,8 +25,8 @@ pub fn check(p: &Problem, inputs: &Tensors<TensorView<'_>>) -> Result<()> {
     check_indices(p, inputs, |_| false)
 }
 
-/// The same of what a call on a GPU has, without scales. There a sequence may be empty, as one that
-/// fills a batch up is.
+/// The same for the tensors of a call on a GPU, without scales. There a sequence may be empty,
+/// because engines pad batches with such sequences.
 ///
 /// # Errors
 /// As [`check`].

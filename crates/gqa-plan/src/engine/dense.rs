@@ -1,11 +1,11 @@
-//! Calls in which each sequence has a KV cache of its own.
+//! Calls over contiguous KV caches, one for each sequence.
 
 use super::{Layer, phase};
 use crate::problem::{Bias, Layout, Phase, Problem, ProblemFields, Rotary, RowStrides, Strided};
 use gqa_tensor::{DType, Error, Result};
 
-/// A call of sequences with the same number of new tokens, which are appended in place to a KV
-/// cache of shape (batch, KV heads, capacity, size): `present_key` and `present_value`. A
+/// A call in which all sequences have the same number of new tokens. These are appended in place to
+/// a KV cache of shape (batch, KV heads, capacity, size): `present_key` and `present_value`. A
 /// [latent](Layer::latent) layer has `key` and `present_key` only.
 ///
 /// `query` has shape (batch, rows, heads · size), `key` and `value` (batch, rows, KV heads · size),
@@ -45,7 +45,7 @@ impl Dense {
         Self { longest: rows, ..Self::chunk(batch, rows, capacity) }
     }
 
-    /// `rows` more tokens of each of `batch` sequences: chunked prefill, speculative decoding.
+    /// `rows` further tokens of each of `batch` sequences: chunked prefill, speculative decoding.
     pub const fn chunk(batch: usize, rows: usize, capacity: usize) -> Self {
         Self {
             batch,
@@ -68,8 +68,8 @@ impl Dense {
         }
     }
 
-    /// Promises that no sequence is longer than this after the call. The default is the cache's
-    /// capacity. Kernels are chosen for this length.
+    /// An upper bound of the length of every sequence after the call, for which kernels are chosen.
+    /// The default is the cache's capacity.
     pub const fn longest(self, tokens: usize) -> Self {
         Self { longest: tokens, ..self }
     }
@@ -91,20 +91,20 @@ impl Dense {
         self
     }
 
-    /// The same of key and value.
+    /// The same for key and value.
     pub const fn key_value_strides(mut self, strides: RowStrides) -> Self {
         (self.strided.key, self.strided.value) = (Some(strides), Some(strides));
         self
     }
 
-    /// The same of output.
+    /// The same for output.
     pub const fn output_strides(mut self, strides: RowStrides) -> Self {
         self.strided.output = Some(strides);
         self
     }
 
     /// Query, key and value are one tensor, `query`, of shape
-    /// (batch, rows, (heads + 2 · KV heads) · size): all queries of a token, its keys, its values.
+    /// (batch, rows, (heads + 2 · KV heads) · size): a token's queries, then its keys and values.
     pub const fn packed(self) -> Self {
         Self { packed: true, ..self }
     }
@@ -120,20 +120,20 @@ impl Dense {
         Self { bias: Some([per_sequence, per_head]), ..self }
     }
 
-    /// The int32 tensor `query_seqlens`, of shape (batch), has how many of the rows are new tokens
-    /// of each sequence: the rows after them are padding, whose output is 0 and which are not
-    /// appended. A sequence of 0 new tokens is idle: its cache stays as it is. The sequences have
-    /// had any number of tokens before, none included; `seqlens_k` counts their new tokens, not the
-    /// padding. The cache has room for all `rows` behind a sequence's past.
+    /// The int32 tensor `query_seqlens`, of shape (batch), has the number of new tokens of each
+    /// sequence. The rows after them are padding: their output is 0, and they are not appended. A
+    /// sequence with 0 new tokens is idle, and its cache stays as it is. Sequences may be new, or
+    /// have tokens from earlier calls; `seqlens_k` counts new tokens but not padding. The cache
+    /// must have room for `rows` rows after each sequence's past.
     pub const fn padded(self) -> Self {
         Self { padded: true, ..self }
     }
 
     /// The int64 tensor `tree_mask`, of shape (batch, rows), is a mask among the new tokens: token
-    /// `i` attends to new token `j` of its sequence where bit `j` of element `i` is set, including
-    /// itself and later ones. All attend to the past. One call verifies a tree of up to 64 draft
-    /// tokens. The output of a token without keys is 0. [Positions](Self::explicit_positions) must
-    /// be the positions in the tree, if the layer has RoPE.
+    /// `i` attends to new token `j` of its sequence if bit `j` of element `i` is set, also to
+    /// itself and to later tokens. All tokens attend to the past. One call verifies a tree of up to
+    /// 64 draft tokens. The output of a token without keys is 0. If the layer has RoPE,
+    /// [positions](Self::explicit_positions) must be those in the tree.
     pub const fn tree_mask(self) -> Self {
         Self { tree_mask: true, ..self }
     }
@@ -155,8 +155,8 @@ impl Dense {
         Self { float8_output: true, ..self }
     }
 
-    /// Promises that, of the call's inputs, the kernel launched just before it writes only query,
-    /// key and value. Then the KV cache is prefetched while that kernel still runs (programmatic
+    /// Promises that the preceding kernel in the stream writes no input of the call except query,
+    /// key and value. The KV cache is then prefetched while that kernel still runs (programmatic
     /// dependent launch). If the promise is broken, results may be wrong.
     pub const fn prefetch_cache(self) -> Self {
         Self { prefetch_cache: true, ..self }

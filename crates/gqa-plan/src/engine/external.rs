@@ -62,9 +62,9 @@ impl External {
         Self { value_size: Some(size), ..self }
     }
 
-    /// The int32 tensor `query_seqlens`, of shape (batch), has how many of the rows are tokens of
-    /// each sequence, at most its keys: the rows after them are padding, whose output is 0, and the
-    /// last token has the position of the last key.
+    /// The int32 tensor `query_seqlens`, of shape (batch), has the number of tokens of each
+    /// sequence, at most the number of its keys. The rows after them are padding, whose output is
+    /// 0. The last token has the position of the last key.
     pub const fn padded(self) -> Self {
         Self { padded: true, ..self }
     }
@@ -80,7 +80,7 @@ impl External {
         Self { bias: Some(ExternalBias { per_sequence, per_head, boolean: false }), ..self }
     }
 
-    /// The same tensor, of booleans: keys are hidden where it is false.
+    /// The same tensor as a boolean mask: keys are hidden where it is false.
     pub const fn mask(self, per_sequence: bool, per_head: bool) -> Self {
         Self { bias: Some(ExternalBias { per_sequence, per_head, boolean: true }), ..self }
     }
@@ -102,7 +102,7 @@ impl External {
         Self { lse: true, ..self }
     }
 
-    /// Rewrites positions as flash attention kernels know them, where that is equivalent.
+    /// The positions in the form that flash attention kernels support, where that is equivalent.
     fn alignment(&self) -> (Phase, Alignment) {
         match self.rows {
             _ if self.padded => (Phase::PaddedChunk, Alignment::Phase),

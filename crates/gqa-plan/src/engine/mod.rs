@@ -1,11 +1,10 @@
 //! Calls as an inference engine describes them.
 //!
 //! A [`Layer`] has the fixed properties of an attention layer: element type, heads, scale, softcap,
-//! window, RoPE and so on. A call over it is [`Dense`], where each sequence has a KV cache of its
-//! own, or [`Paged`], where sequences of any lengths share one, or [`External`], where keys and
-//! values are given and there is no cache. A layer of [multi-head latent attention](Layer::latent)
-//! takes all three. Each becomes a [`Problem`](crate::problem::Problem),
-//! which a [`Planner`](crate::plan::Planner) turns into launches. Descriptions have no tensors: an
+//! window, RoPE and so on. A call is [`Dense`] (each sequence has its own KV cache), [`Paged`]
+//! (sequences of any lengths share a paged cache) or [`External`] (keys and values are given,
+//! without a cache). Each becomes a [`Problem`](crate::problem::Problem), which a
+//! [`Planner`](crate::plan::Planner) turns into launches. Descriptions have no tensors, because an
 //! engine's memory is on the GPU.
 //!
 //! ```
@@ -65,7 +64,8 @@ pub struct LatentHeads {
 pub struct Rope {
     /// Elements of each head that rotate.
     pub dim: usize,
-    /// The first of them, a multiple of 8. The others pass through.
+    /// The first element that rotates, a multiple of 8. Elements outside of the `dim` from there on
+    /// pass through.
     pub offset: usize,
     /// Rows of `cos_cache` and `sin_cache`.
     pub positions: usize,
@@ -179,7 +179,7 @@ impl Layer {
         Self { window: Some(keys), ..self }
     }
 
-    /// A query sees later keys, too.
+    /// A query also attends to later keys.
     pub fn bidirectional(self) -> Self {
         Self { causal: false, ..self }
     }
@@ -212,24 +212,23 @@ impl Layer {
         Self { quantized: Some(how), ..self }
     }
 
-    /// The bits of a sequence's results do not depend on the other sequences of a call. Kernels are
-    /// chosen as for a call of a fixed number of sequences, and keys are not divided by the lengths
-    /// of all, so that calls of few or of many sequences are slower.
+    /// A sequence's results have the same bits whatever other sequences a call has. Kernels are
+    /// chosen as for a fixed number of sequences, and keys are not divided by the lengths of all
+    /// sequences, so that calls with few or many sequences are slower.
     ///
-    /// A sequence has the same bits in two calls of equal layers on GPUs of the same kind, by the
-    /// same version of this library under the same options, if it has the same new tokens and the
-    /// same keys and values before them, and
-    /// - over a paged KV cache, if both calls have the same block size and the same outputs, append
-    ///   or do not, and rotate or do not: whatever the numbers of sequences and of tokens, the
-    ///   bounds, the lengths of the others, and where its blocks lie. Where a table leads outside
-    ///   of the cache, or a sequence has fewer keys than tokens in a call that is not causal,
-    ///   nothing is said;
-    /// - with a cache of its own for each sequence, if both calls are the same but for the number
-    ///   of sequences and for the contents of tensors.
+    /// A sequence has the same bits in two calls of equal layers, on GPUs of the same model, by the
+    /// same version and options of this library, if its new tokens and its earlier keys and values
+    /// are the same, and
+    /// - over a paged KV cache, both calls have the same block size and outputs, both append or
+    ///   neither does, and both rotate or neither does. Numbers of sequences and tokens, bounds,
+    ///   other lengths and the places of blocks may differ. There is no guarantee if a block table
+    ///   leads outside of the cache, or if a sequence has fewer keys than tokens in a call that is
+    ///   not causal;
+    /// - with a separate cache for each sequence, both calls differ in the number of sequences and
+    ///   the contents of tensors only.
     ///
-    /// Over a paged KV cache some calls have no such kernels: those that gather keys from their
-    /// blocks, those with a tree mask, and those of heads of more than 256 elements or of a latent
-    /// layer. They are refused when they are planned.
+    /// The planner refuses calls over a paged KV cache that gather keys from their blocks, that
+    /// have a tree mask or heads of more than 256 elements, and those of latent layers.
     pub fn batch_invariant(self) -> Self {
         Self { batch_invariant: true, ..self }
     }

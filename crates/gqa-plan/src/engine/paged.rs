@@ -4,8 +4,8 @@ use super::Layer;
 use crate::problem::{Pages, Phase, Problem, ProblemFields, RowStrides, Strided};
 use gqa_tensor::{Error, Result};
 
-/// A call over a paged KV cache, with any number of new tokens in each sequence; the cache has
-/// shape (blocks, block size, KV heads, size): `present_key` and `present_value`. A
+/// A call over a paged KV cache, with any number of new tokens in each sequence. The cache,
+/// `present_key` and `present_value`, has shape (blocks, block size, KV heads, size). A
 /// [latent](Layer::latent) layer has `key` and `present_key` only.
 ///
 /// The new tokens of all sequences are concatenated (varlen): `query` has shape (tokens, heads ·
@@ -67,18 +67,18 @@ impl Paged {
         }
     }
 
-    /// `tokens` tokens of `sequences` sequences in all, over packed keys and values that stay where
-    /// they are: `present_key` has shape (`key_rows`, 1, KV heads, size), `present_value`
-    /// (`key_rows`, 1, KV heads, [value size](Self::value_size)), each with the keys of all
-    /// sequences. The int32 tensor `block_table`, of shape (sequences, 1), has the row of each
-    /// sequence's first key: cu_seqlens of the keys without its last element. `seqlens_k` has how
-    /// many keys each sequence has ([`total_lengths`](Self::total_lengths)), and nothing is
-    /// [appended](Self::appended): a sequence may have more keys than tokens, or fewer. The last
-    /// token has the position of the last key.
+    /// Attention of `tokens` tokens of `sequences` sequences over concatenated keys and values
+    /// without a cache (varlen). `present_key` has shape (`key_rows`, 1, KV heads, size), and
+    /// `present_value` (`key_rows`, 1, KV heads, [value size](Self::value_size)). The int32 tensor
+    /// `block_table`, of shape (sequences, 1), has the row of each sequence's first key: cu_seqlens
+    /// of the keys without the last element. `seqlens_k` has the number of keys of each sequence
+    /// ([`total_lengths`](Self::total_lengths)), which may be more or less than its tokens. Nothing
+    /// is [appended](Self::appended). The last token has the position of the last key.
     ///
-    /// `hopper_paged` and `blackwell_paged` read them in place, causal or not, and set rows of
-    /// `output` that belong to no sequence to 0, and their log-sum-exps to -inf. Other kernels read
-    /// a copy, which needs values that lie as keys do, and leave such rows as they are.
+    /// `hopper_paged` and `blackwell_paged` read keys and values in place, causal or not, and write
+    /// 0 to rows of `output` that belong to no sequence, and -inf to their log-sum-exps. Other
+    /// kernels leave such rows unwritten, and read a copy, which requires equal strides of keys and
+    /// values.
     pub const fn in_rows(sequences: usize, tokens: usize, key_rows: usize) -> Self {
         // A sequence with few keys may have many tokens.
         let rows = if key_rows > tokens { key_rows } else { tokens };
@@ -107,15 +107,14 @@ impl Paged {
         Self { most_tokens: 1, one_each: true, ..Self::new(sequences, sequences, cache) }
     }
 
-    /// A bound on the new tokens of a sequence, by which kernels are chosen and scratch memory is
-    /// sized. Not given, or 0: one sequence may have all tokens. It never has more than its blocks
-    /// have rows.
+    /// An upper bound of the new tokens of a sequence, which sizes launches and scratch memory. By
+    /// default, or if 0, one sequence may have all tokens, as far as its blocks have rows.
     pub const fn most_tokens(self, tokens: usize) -> Self {
         Self { most_tokens: tokens, ..self }
     }
 
-    /// A bound on the length of a sequence after the call. Not given, or 0: the size of its block
-    /// table.
+    /// An upper bound of the length of a sequence after the call. By default, or if 0, the rows of
+    /// its blocks.
     pub const fn longest(self, tokens: usize) -> Self {
         Self { longest: tokens, ..self }
     }
@@ -133,16 +132,16 @@ impl Paged {
         self
     }
 
-    /// The same strides of key and value.
+    /// The same for key and value.
     pub const fn key_value_strides(mut self, strides: RowStrides) -> Self {
         (self.strided.key, self.strided.value) = (Some(strides), Some(strides));
         self
     }
 
-    /// `present_key` and `present_value` are strided views, both with these strides in elements:
-    /// `batch` is the stride of blocks. Strides are multiples of 16 bytes, below 2^32 bytes. So the
-    /// two may be parts of one allocation, and a block may be (row, head) or (head, row). Caches
-    /// with per-token scales must be contiguous.
+    /// The strides of both `present_key` and `present_value`, in elements; `batch` is the stride of
+    /// blocks. Strides are multiples of 16 bytes, below 2^32 bytes. So the two may be views of one
+    /// allocation, and a block may be (row, head) or (head, row). Caches with per-token scales must
+    /// be contiguous.
     pub const fn cache_strides(mut self, strides: RowStrides) -> Self {
         self.strided.pages = Some(strides);
         self
@@ -165,10 +164,10 @@ impl Paged {
     ///
     /// A sequence may then have fewer keys than tokens: `seqlens_k` is negative, or with
     /// [`total_lengths`](Self::total_lengths) less than the number of its tokens. In a causal call
-    /// its first tokens have no visible key; their output is 0, and their log-sum-exp minus
-    /// infinity. In one that is not causal, and has no RoPE, they see all keys. Its row of
-    /// `block_table` has blocks for as many rows as it has tokens, -1 where there are no keys:
-    /// tokens beyond that are not computed.
+    /// its first tokens have no visible key: their output is 0, and their log-sum-exp -inf. In a
+    /// call that is not causal and has no RoPE, they see all keys. Its row of `block_table` must
+    /// have blocks for as many rows as tokens, -1 where there are no keys: tokens beyond these are
+    /// not computed.
     pub const fn appended(self) -> Self {
         Self { appended: true, ..self }
     }
@@ -180,10 +179,10 @@ impl Paged {
     }
 
     /// The int64 tensor `tree_mask`, of shape (tokens), is a mask among the new tokens: a token
-    /// attends to new token `j` of its sequence where bit `j` is set, including itself and later
-    /// ones. All attend to the past. One call verifies a tree of up to 64 draft tokens per
-    /// sequence, which [`most_tokens`](Self::most_tokens) must promise. The output of a token
-    /// without keys is 0.
+    /// attends to new token `j` of its sequence if bit `j` of its element is set, also to itself
+    /// and to later tokens. All tokens attend to the past. One call verifies a tree of up to 64
+    /// draft tokens per sequence; [`most_tokens`](Self::most_tokens) must say so. The output of a
+    /// token without keys is 0.
     ///
     /// RoPE uses consecutive positions, in the order in which tokens are appended; rotate tokens
     /// before the call if their positions in the tree differ.
@@ -191,17 +190,15 @@ impl Paged {
         Self { tree_mask: true, ..self }
     }
 
-    /// The int32 tensor `schedule`, of the shape of its [`TensorSpec`](crate::plan::TensorSpec),
-    /// has the division of the work that [`Plan::schedule`](crate::plan::Plan::schedule) writes
-    /// for these lengths, once for all layers of a step: that of the keys of decode steps, or of
-    /// all that split kernels do. Without it every CTA divides the work itself, which takes longer
-    /// the more sequences there are.
+    /// The int32 tensor `schedule`, of the shape in its [`TensorSpec`](crate::plan::TensorSpec),
+    /// says how the work of decode steps or of split kernels is divided among CTAs.
+    /// [`Plan::schedule`](crate::plan::Plan::schedule) writes it for these lengths, once for all
+    /// layers of a step. Without it every CTA computes the division itself, which takes longer the
+    /// more sequences there are. A call whose plan divides no work does not read the tensor.
     ///
-    /// A schedule that was made for other lengths, another layer or another GPU changes the time
-    /// and not the results, and so does one that is damaged. Nothing else may write into it: with
-    /// made up parts results are wrong, and counters of the workspace may not be zero after the
-    /// call; but no memory outside of the call's is read or written. A call whose plan divides
-    /// nothing does not read it.
+    /// A schedule for other lengths, another layer or another GPU affects the time but not the
+    /// results. The program must not write to the tensor: forged contents can give wrong results
+    /// and leave counters of the workspace nonzero, but no access outside of the call's memory.
     pub const fn scheduled(self) -> Self {
         Self { scheduled: true, ..self }
     }

@@ -1,4 +1,4 @@
-//! Why a kernel was taken or refused.
+//! Why a family of kernels was chosen or rejected.
 
 use super::device::{Capability, capability};
 use crate::problem::{Alignment, QuantFormat};
@@ -6,16 +6,16 @@ use gqa_kernels::registry::{Entry, Family};
 use gqa_tensor::DType;
 use std::fmt;
 
-/// Why a family was not taken.
+/// Why a family was not chosen.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum Rejection {
-    /// Switched off.
+    /// An option disables it.
     Disabled {
-        /// The switch.
+        /// The option's environment variable.
         switch: &'static str,
     },
-    /// Its kernels are not trusted on the GPU: GQA_TRUST=none, or their test.
+    /// Its kernels are not trusted on the GPU, by GQA_TRUST=none or by their test.
     Distrusted {
         /// The GPU's compute capability, times ten.
         sm: u32,
@@ -51,7 +51,7 @@ pub enum Rejection {
         /// The call's.
         got: QuantFormat,
     },
-    /// The kernel takes no scales for each row of a quantized KV cache.
+    /// The kernel does not support per-token scales.
     RowScales,
     /// The kernel appends to the cache that it reads.
     NotShared,
@@ -78,7 +78,7 @@ pub enum Rejection {
         /// The call's size of values.
         size: usize,
     },
-    /// The kernel needs tensors of values.
+    /// The kernel needs a tensor of values, which a latent call lacks.
     Latent,
     /// The kernel moves whole vectors of 8 elements.
     Vectors {
@@ -105,7 +105,7 @@ pub enum Rejection {
     Counters {
         /// What the call needs.
         need: usize,
-        /// Most there may be.
+        /// The device's limit.
         max: usize,
     },
     /// The GPU is too old.
@@ -122,20 +122,20 @@ pub enum Rejection {
         /// The kernel's, in bytes.
         need: u32,
     },
-    /// Too many packed query rows: larger tiles, which read K and V less often, are faster, or a
-    /// launch that dequantizes the cache once for all rows.
+    /// Too many packed query rows: faster are larger tiles, which read K and V less often, or a
+    /// launch that first dequantizes the cache.
     Rows {
         /// The call's packed rows: query rows times heads of a group.
         got: usize,
         /// The most that count as few.
         max: u32,
     },
-    /// A KV head has several row tiles, which each read all keys, and not all of them are resident
-    /// at a time.
+    /// A KV head has several row tiles, each of which reads all keys, and they are not all resident
+    /// at once.
     RowTiles {
         /// Row tiles of all KV heads and sequences.
         got: usize,
-        /// How many run at a time.
+        /// The most that are resident at once.
         max: u32,
     },
     /// New rows do not fit the kernel's tile for them.
@@ -166,7 +166,7 @@ pub enum Rejection {
     },
     /// The GPU lacks a feature that the kernel uses.
     Capability {
-        /// What that is.
+        /// The feature.
         need: Capability,
         /// The GPU's compute capability, times ten.
         sm: u32,
@@ -202,7 +202,7 @@ pub enum Rejection {
     },
     /// Splitting the keys would not make the call faster.
     OneSplit,
-    /// An earlier family was taken.
+    /// A faster family was chosen.
     Outranked,
 }
 
@@ -279,11 +279,11 @@ impl fmt::Display for Rejection {
     }
 }
 
-/// What became of a family of kernels.
+/// The decision about a family of kernels.
 #[derive(Clone, Debug)]
 pub struct Decision {
     /// The family.
     pub family: Family,
-    /// Its kernel, or why not.
+    /// The chosen kernel, or the reason against the family.
     pub outcome: Result<&'static Entry, Rejection>,
 }

@@ -7,15 +7,15 @@ use std::fmt;
 /// A GPU as the planner sees it.
 #[derive(Clone, Debug, PartialEq)]
 pub struct DeviceInfo {
-    /// Name; for a [known device](DeviceInfo::known) the one that `--device` accepts.
+    /// Name. A [known device](DeviceInfo::known) has the name that `--device` takes.
     pub name: Cow<'static, str>,
     /// Compute capability, times ten: 90 for 9.0.
     pub sm: u32,
-    /// Streaming SMs.
+    /// Number of SMs.
     pub multiprocessors: u32,
-    /// Largest dynamic shared memory of a CTA, in bytes, with opt-in.
+    /// Largest dynamic shared memory of a CTA, in bytes (the opt-in limit).
     pub shared_bytes: u32,
-    /// Second-level cache, in bytes.
+    /// Size of L2, in bytes.
     pub l2_bytes: u64,
     /// Device memory bandwidth, in bytes per second.
     pub bandwidth: f64,
@@ -33,7 +33,7 @@ pub enum Capability {
     Clusters,
     /// The tensor memory accelerator (TMA), which copies tiles between global and shared memory.
     Tma,
-    /// Programmatic dependent launch: a launch may start before the one ahead has ended.
+    /// Programmatic dependent launch: a kernel may start before the preceding one has ended.
     ProgrammaticLaunch,
     /// Register reallocation between warpgroups (`setmaxnreg`).
     RegisterHandover,
@@ -88,8 +88,8 @@ const fn row(name: &'static str, sm: u32, units: [u32; 3], rates: [f64; 3]) -> D
 
 const H200: DeviceInfo = row("h200", 90, [132, 227, 60], [4800.0, 989.5, 66.9]);
 
-/// Vendor figures, except for the SMs and the L2 cache of the B300, which are assumed equal to the
-/// B200's. A name that contains another comes first.
+/// Vendor figures; the B300 is assumed to have the B200's number of SMs and size of L2. A name that
+/// contains another one precedes it.
 static KNOWN: [DeviceInfo; 16] = [
     row("b300", 103, [148, 227, 126], [8000.0, 2250.0, 75.0]),
     row("b200", 100, [148, 227, 126], [8000.0, 2250.0, 80.0]),
@@ -157,7 +157,7 @@ impl DeviceInfo {
         capability.is_of(self.sm)
     }
 
-    /// Compute capability as it is written.
+    /// Compute capability as text, such as "9.0".
     pub fn capability(&self) -> String {
         capability(self.sm)
     }

@@ -11,13 +11,13 @@ use std::sync::{Mutex, PoisonError};
 /// An environment variable that sets a plan option.
 #[derive(Clone, Copy, Debug)]
 pub struct Variable {
-    /// What it sets.
+    /// The option that it sets.
     pub option: PlanOption,
-    /// ONNX Runtime's name for the same switch; used where the variable itself is not set.
+    /// ONNX Runtime's variable for the same option, which is read if this one is not set.
     pub alias: Option<&'static str>,
-    /// What values it takes.
+    /// The values that it takes.
     pub values: &'static str,
-    /// Its effect; `{}` stands for the families that it concerns.
+    /// Its effect; `{}` stands for the families that it affects.
     meaning: &'static str,
     set: fn(&mut PlanOptions, &str) -> Option<()>,
 }
@@ -71,14 +71,15 @@ pub static TABLE: [Variable; 9] = [
         option: PlanOption::DisableFusedKv,
         alias: Some("ORT_DISABLE_FUSED_KV"),
         values: "0 or 1",
-        meaning: "1: unpacking, rotation and cache update are separate launches, and none of {} is considered",
+        meaning: "1: unpacking, rotation and cache update are separate launches, and none of {} is \
+                  considered",
         set: |s, v| flag(&mut s.disable_fused_kv, v),
     },
     Variable {
         option: PlanOption::Splits,
         alias: None,
         values: "1 to 128",
-        meaning: "number of key splits in {}, overriding their heuristics",
+        meaning: "number of key splits in {}, instead of their heuristics",
         set: |s, v| {
             s.splits = Some(v.parse().ok().filter(|&n| is_splits(n))?);
             Some(())
@@ -88,7 +89,7 @@ pub static TABLE: [Variable; 9] = [
         option: PlanOption::Cluster,
         alias: None,
         values: "1, 2, 4, 8 or 16",
-        meaning: "CTAs per cluster in {}, overriding their heuristic",
+        meaning: "CTAs per cluster in {}, instead of their heuristic",
         set: |s, v| {
             s.cluster = Some(v.parse().ok().filter(|&n| is_cluster(n))?);
             Some(())
@@ -108,7 +109,9 @@ pub static TABLE: [Variable; 9] = [
         option: PlanOption::Fold,
         alias: None,
         values: "0, layer or call",
-        meaning: "which kernel parameters are folded into the PTX as constants: none; those that a layer of a model fixes (the default); or all but addresses, with a module for each plan",
+        meaning: "the kernel parameters that are folded into the PTX as constants: none; those \
+                  that a layer of a model fixes (the default); or all but addresses, with a module \
+                  for each plan",
         set: |s, v| {
             s.fold = match v {
                 "0" => Fold::Off,
@@ -123,7 +126,10 @@ pub static TABLE: [Variable; 9] = [
         option: PlanOption::Trust,
         alias: None,
         values: "all, tested or none",
-        meaning: "on GPUs of another compute capability than 9.0, on which the project ran: use all kernels untested; test a kernel at its first use, and use it where it agrees with simpler ones (the default); or use these alone, `general` and `unfused`",
+        meaning: "on GPUs of another compute capability than 9.0, the only one on which kernels \
+                  ran: use all kernels untested; test each at its first use, and leave it out \
+                  unless it agrees with the simplest ones (the default); or use only the simplest \
+                  ones, `general` and `unfused`",
         set: |s, v| {
             s.trust = match v {
                 "all" => Trust::All,
@@ -145,40 +151,41 @@ pub const CHECK: &str = "GQA_CHECK";
 /// Selects the instructions of attention on the CPU.
 pub const CPU: &str = "GQA_CPU_INSTRUCTIONS";
 
-/// How much programs and packages log.
+/// Sets the log level of the program and the packages.
 const LOG: &str = "GQA_LOG";
 
-/// Variables that are no plan options: name, values, meaning.
+/// Variables that set no plan option: name, values, meaning.
 pub static AIDS: [(&str, &str, &str); 4] = [
     (
         DUMP,
-        "a folder, made if it is not there",
-        "every call of an operator of the library writes its tensors there as `.npy`",
+        "a folder, which is created if missing",
+        "every call of an operator writes its tensors there as `.npy` files",
     ),
     (
         CHECK,
         "0 or 1",
-        "1: before each call on a GPU the library waits for the stream, reads counters, lengths, \
-         positions, block tables and schedules, and errs by name where counters are not zero, as \
-         after a call that failed or shared them, where a schedule (`scheduler_metadata` in \
-         Python) is not that of the call's lengths, or where one of the others leads outside of \
-         what it indexes. Slow: for finding mistakes. Such a call cannot be captured in a graph. \
-         Read when a plan is loaded",
+        "1: before each call on a GPU the library waits for the stream and reads counters, \
+         lengths, positions, block tables and schedules. The call is an error that names the \
+         tensor if counters are not zero, as after a failed call or one that shared them, if a \
+         schedule (`scheduler_metadata` in Python) is for other lengths, or if a value leads \
+         outside of the tensor that it indexes. Slow: for debugging. Such a call cannot be \
+         captured in a graph. Read when a plan is loaded",
     ),
     (
         CPU,
         "`amx`, `avx512`, `avx2`, `neon` or `scalar`",
-        "instructions of attention on the CPU, of those that the processor has; the widest where \
-         it is not set, and for conversions between types of numbers. `amx` is `avx512` with tiles \
-         for prefill in bfloat16. The program, candle's crate and the packages for Python and ONNX \
-         Runtime read it, the library in `Instructions::from_env`",
+        "instruction set of attention on the CPU, by default the widest that the processor has; \
+         type conversions always use that one. `amx` is `avx512` with AMX tiles for prefill in \
+         bfloat16. The program, candle's crate and the packages for Python and ONNX Runtime read \
+         it, the library in `Instructions::from_env`",
     ),
     (
         LOG,
         "`error`, `warn`, `info`, `debug` or `trace`",
-        "the program `gqa` and the packages for Python and ONNX Runtime log to stderr; `debug` \
-         gives the sizes of each call, and entry, grid, threads and shared bytes before each \
-         launch. Read when the program starts, the package is imported, or the library registered",
+        "log level, on stderr, of the program `gqa` and the packages for Python and ONNX Runtime. \
+         `debug` logs the sizes of each call, and for each launch its entry, grid, threads and \
+         bytes of shared memory. Read when the program starts, the package is imported, or the \
+         library registered",
     ),
 ];
 
@@ -199,9 +206,9 @@ pub fn log_level() -> Result<tracing::Level> {
 }
 
 impl PlanOptions {
-    /// Reads the process environment. Unknown `GQA_*` names are reported through `tracing` as
-    /// warnings, each once. A program that computes on the CPU, where plan options have no effect,
-    /// calls this once, too, so that a misspelt name or a wrong value is reported on any machine.
+    /// Reads the process environment. Unknown `GQA_*` names are warnings through `tracing`, each
+    /// once. Programs that compute on the CPU, where plan options have no effect, should also call
+    /// this once, so that misspelt names and wrong values are reported on every machine.
     ///
     /// # Errors
     ///
@@ -241,8 +248,8 @@ impl PlanOptions {
     }
 }
 
-/// The names that this process has not been warned about yet: options are read once for each GPU,
-/// and again for the CPU.
+/// The names that this process has not reported yet: options are read once for each GPU, and again
+/// for the CPU.
 fn first_told(names: impl Iterator<Item = String>) -> Vec<String> {
     static TOLD: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
     let mut told = TOLD.lock().unwrap_or_else(PoisonError::into_inner);

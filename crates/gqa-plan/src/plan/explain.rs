@@ -1,4 +1,4 @@
-//! A plan in words.
+//! Explains a plan: the text of `gqa explain`.
 
 use super::cost::Cost;
 use super::decision::Decision;
@@ -10,23 +10,23 @@ use std::fmt;
 /// A plan and the reasons for it, as plain data; its `Display` is the output of `gqa explain`.
 #[derive(Clone, Debug)]
 pub struct Explanation {
-    /// The call in a line or two.
+    /// The call, in one or two lines.
     pub problem: Vec<String>,
-    /// The GPU in a line.
+    /// The GPU, in one line.
     pub device: String,
-    /// How positions reach the rotary embedding.
+    /// The source of RoPE's positions.
     pub positions: Option<String>,
-    /// Each candidate for attention, and the decision about it.
+    /// Each family of attention kernels, and the decision about it.
     pub decisions: Vec<(String, String)>,
-    /// Kernels in order.
+    /// Launches, in order.
     pub launches: Vec<LaunchLine>,
-    /// Scratch memory.
+    /// Bytes of scratch memory.
     pub workspace_bytes: usize,
-    /// Arithmetic and traffic that no kernel can avoid.
+    /// Least arithmetic and memory traffic of the call.
     pub cost: Cost,
-    /// Least time of that arithmetic and traffic on the GPU.
+    /// Lower bound of the time on the GPU.
     pub roofline_seconds: f64,
-    /// Whether memory sets that time.
+    /// Whether memory bandwidth sets that bound.
     pub memory_bound: bool,
 }
 
@@ -35,17 +35,17 @@ pub struct Explanation {
 pub struct LaunchLine {
     /// Entry name.
     pub entry: &'static str,
-    /// Blocks.
+    /// CTAs in x, y and z.
     pub grid: [u32; 3],
-    /// Blocks of a cluster; 1: no clusters.
+    /// CTAs of a cluster; 1: no clusters.
     pub cluster: u32,
     /// Whether later launches run concurrently with it.
     pub concurrent: bool,
-    /// Whether it runs beside the launch ahead.
+    /// Whether it runs concurrently with the preceding launch.
     pub overlaps: bool,
-    /// Threads of a block.
+    /// Threads of a CTA.
     pub threads: u32,
-    /// Dynamic shared memory of a block, in bytes.
+    /// Dynamic shared memory of a CTA, in bytes.
     pub shared_bytes: u32,
     /// Pointer arguments: name and binding.
     pub arguments: Vec<(&'static str, String)>,
@@ -139,17 +139,15 @@ impl fmt::Display for LaunchLine {
         let Self { entry, threads, shared_bytes, .. } = self;
         let clusters = match self.cluster {
             1 => String::new(),
-            blocks => format!(" in clusters of {blocks}"),
+            ctas => format!(" in clusters of {ctas}"),
         };
         let beside = match (self.concurrent, self.overlaps) {
-            (true, _) => ", beside what follows",
-            (_, true) => ", beside the one ahead",
+            (true, _) => ", concurrent with later launches",
+            (_, true) => ", concurrent with the preceding launch",
             _ => "",
         };
-        writeln!(
-            f,
-            "{entry}: {x}x{y}x{z} blocks of {threads} threads{clusters}, {shared_bytes} bytes shared{beside}"
-        )?;
+        write!(f, "{entry}: {x}x{y}x{z} CTAs of {threads} threads{clusters}")?;
+        writeln!(f, ", {shared_bytes} bytes of shared memory{beside}")?;
         let arguments = self.arguments.iter().map(|(name, bound)| format!("{name}={bound}"));
         write!(f, "    {}", arguments.collect::<Vec<_>>().join(" "))
     }
@@ -163,7 +161,7 @@ fn describe_decision(decision: &Decision) -> (String, String) {
     (decision.family.name().to_owned(), outcome)
 }
 
-/// The call in one line, as logs have it.
+/// The call in one line, as in logs.
 impl fmt::Display for Problem {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&describe(self).join("; "))

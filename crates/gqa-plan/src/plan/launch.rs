@@ -1,4 +1,4 @@
-//! Launches, and the plan that they make up.
+//! Launches and plans.
 
 use super::cost::Cost;
 use super::decision::Decision;
@@ -10,16 +10,16 @@ use crate::tensors::{TensorId, TensorSpec};
 use gqa_kernels::registry::{Entry, Role};
 use gqa_tensor::{Error, Result};
 
-/// What an argument of a launch is bound to.
+/// The memory that a pointer argument of a launch is bound to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Arg {
     /// A null pointer.
     Null,
     /// A tensor of the call from byte `offset` on.
     Tensor {
-        /// Which.
+        /// The tensor.
         id: TensorId,
-        /// Bytes to its first element used.
+        /// Bytes to the first element that the kernel uses.
         offset: usize,
     },
     /// `bytes` bytes of the workspace at byte `offset`.
@@ -43,11 +43,11 @@ pub enum Arg {
 /// elements outside the tensor read as zero and are not written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TensorMap {
-    /// The tensor of the call, unless it is in the workspace.
+    /// The call's tensor; `None`: the workspace.
     pub id: Option<TensorId>,
-    /// Bytes to its first element, in the tensor or in the workspace.
+    /// Bytes to the map's first element, in the tensor or in the workspace.
     pub offset: usize,
-    /// Bytes from there to its end.
+    /// Bytes from there to the end of the map's memory.
     pub bytes: usize,
     /// Head size, and the sizes of the other dimensions in their order.
     pub size: [u32; 4],
@@ -81,7 +81,7 @@ impl Launch {
         self.entry
     }
 
-    /// Blocks in x, y and z.
+    /// CTAs in x, y and z.
     pub fn grid(&self) -> [u32; 3] {
         self.grid
     }
@@ -103,13 +103,13 @@ impl Launch {
         self.concurrent
     }
 
-    /// The launch is [programmatic](Self::programmatic) and independent of the one ahead: its
-    /// kernel overlaps that, and waits for it at the end.
+    /// The launch is [programmatic](Self::programmatic) and independent of the preceding one: its
+    /// kernel runs concurrently with that, and waits for it at the end.
     pub fn overlaps(&self) -> bool {
         self.overlaps
     }
 
-    /// In the order of [`Entry::arguments`].
+    /// Its pointer arguments, in the order of [`Entry::arguments`].
     pub fn args(&self) -> &[Arg] {
         &self.args
     }
@@ -138,7 +138,8 @@ impl Launch {
             return Ok(());
         }
         Err(Error::NoKernel(format!(
-            "{}: clusters of {cluster} in a grid of {blocks} CTAs in x; allowed: 1 to {}, a divisor of the grid",
+            "{}: clusters of {cluster} in a grid of {blocks} CTAs in x; allowed: 1 to {}, a divisor \
+             of the grid",
             entry.name, entry.max_cluster
         )))
     }
@@ -169,17 +170,17 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// What is computed.
+    /// The call that the plan computes.
     pub fn problem(&self) -> &Problem {
         &self.problem
     }
 
-    /// For which GPU.
+    /// The GPU that the plan is for.
     pub fn device(&self) -> &DeviceInfo {
         &self.device
     }
 
-    /// Whether attention reads a copy of the rows of a paged KV cache, side by side.
+    /// Whether attention reads a gathered, contiguous copy of a paged KV cache's rows.
     pub fn gathers(&self) -> bool {
         self.launches.iter().any(|launch| launch.entry.role == Role::PagedGather)
     }
@@ -197,26 +198,26 @@ impl Plan {
         }
     }
 
-    /// Its tensors, by their roles.
+    /// The call's tensors, by role.
     pub fn tensors(&self) -> &[(TensorId, TensorSpec)] {
         &self.tensors
     }
 
-    /// In order.
+    /// The launches, in order.
     pub fn launches(&self) -> &[Launch] {
         &self.launches
     }
 
-    /// The launch that writes the tensor [`schedule`](TensorId::Schedule) of a call that
-    /// [has it](crate::engine::Paged::scheduled); `None` where the plan divides no work by lengths,
-    /// and does not read that tensor. It reads `seqlens_k` and, unless each sequence has one token,
-    /// `cumulative_sequence_length`; it is none of [`launches`](Self::launches). Calls with the
-    /// same lengths, heads and GPU, those of a model's layers, can share what it writes.
+    /// The launch that writes the tensor [`schedule`](TensorId::Schedule) of a
+    /// [scheduled](crate::engine::Paged::scheduled) call; `None` if the plan divides no work by
+    /// lengths and does not read that tensor. It is not among [`launches`](Self::launches). It
+    /// reads `seqlens_k` and, unless each sequence has one token, `cumulative_sequence_length`.
+    /// Calls with the same lengths, heads and GPU, such as a model's layers, can share its result.
     pub fn schedule(&self) -> Option<&Launch> {
         self.schedule.as_ref()
     }
 
-    /// Scratch memory that the launches share.
+    /// Bytes of scratch memory, which the launches share.
     pub fn workspace_bytes(&self) -> usize {
         self.workspace_bytes
     }
@@ -237,7 +238,7 @@ impl Plan {
         self.positions
     }
 
-    /// What the call costs at least.
+    /// Least arithmetic and memory traffic of the call.
     pub fn cost(&self) -> Cost {
         self.cost
     }

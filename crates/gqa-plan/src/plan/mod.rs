@@ -1,5 +1,5 @@
-//! From a problem to launches: which kernels, in which shape, and why not the others.
-//! Deterministic; needs no GPU.
+//! Plans: which kernels compute a call, in which shape, and why not others. Planning is
+//! deterministic and needs no GPU.
 //!
 //! A plan depends on the [`Problem`](crate::problem::Problem) alone, never on data: lengths are
 //! read on the device. So a plan and its CUDA graph stay valid while `seqlens_k` changes within
@@ -17,14 +17,14 @@
 //! | a rolling KV cache | `rolling_kv` or `rolling_lengths`, and what the rest of this table says; where rows are several, `rolling_kv` after attention |
 //! | nothing to append | `rotary_embedding` for Q |
 //!
-//! `decode`, and `decode_quantized` where the cache is quantized, do all of this but QK-norm
-//! themselves where the cache is shared. `hopper`, in its kernels of two warpgroups and without
-//! parts of the keys, rotates queries itself where positions are implicit, so that Q is read where
-//! it is: `concat_kv_in_place`, which rotates K then, or `concat_new_to_past_kv` is all that comes
-//! before it, and nothing where there is nothing to append. The standalone RotaryEmbedding is one
-//! launch, `rotary_embedding` or, where rows are no vectors, `rotary_rows`; a cache update is
-//! `scatter_rows`. Attention reads K and V from the present cache, or where they are, by a kernel
-//! of one of the families that `families/mod.rs` lists; a merge follows where it splits keys.
+//! Over a shared cache `decode` and `decode_quantized` do all of this themselves, except QK-norm.
+//! The kernels of `hopper` with two warpgroups and without splits rotate queries themselves if
+//! positions are implicit. Then Q is read in place, and the only other launch is
+//! `concat_kv_in_place`, which rotates K, or `concat_new_to_past_kv`, or none if nothing is
+//! appended. The standalone RotaryEmbedding is one launch: `rotary_embedding`, or `rotary_rows` if
+//! rows are not multiples of 16 bytes. A cache update is `scatter_rows`. The attention kernel is of
+//! one of the families in `families/mod.rs`, and reads K and V from the present cache, or in place
+//! without one. If it splits keys, a merge follows.
 
 mod build;
 mod cascade;

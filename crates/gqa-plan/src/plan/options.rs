@@ -5,7 +5,7 @@ use gqa_kernels::attention::{decode::MAX_RANKS, split_kv::MAX_SPLITS};
 use gqa_kernels::registry::Family;
 use gqa_tensor::{Error, Result};
 
-/// Manual choices, against the planner's.
+/// Choices that override the planner's.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PlanOptions {
     /// GQA_DISABLE_FLASH_ATTENTION
@@ -26,7 +26,7 @@ pub struct PlanOptions {
     pub fold: Fold,
     /// GQA_TRUST
     pub trust: Trust,
-    /// Families that are not to be used on the GPU, whatever [`trust`](Self::trust) says.
+    /// Families that are not used, whatever [`trust`](Self::trust) is.
     pub distrusted: Vec<Family>,
 }
 
@@ -44,7 +44,7 @@ pub enum Fold {
     Call,
 }
 
-/// One of them.
+/// A field of [`PlanOptions`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum PlanOption {
@@ -85,12 +85,12 @@ impl PlanOption {
     }
 }
 
-/// Whether keys may have so many splits.
+/// Whether `n` is a supported number of splits.
 pub(super) fn is_splits(n: u32) -> bool {
     (1..=MAX_SPLITS).contains(&n)
 }
 
-/// Whether clusters may have so many blocks.
+/// Whether `n` is a supported cluster size.
 pub(super) fn is_cluster(n: u32) -> bool {
     n.is_power_of_two() && n <= MAX_RANKS
 }

@@ -12,19 +12,19 @@ use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
 
-/// Makes plans for one device under one set of options, and keeps the most recently used.
+/// Makes plans for one device under one set of options, and caches the most recently used.
 ///
 /// Every decode step has a new length and so a new [`Problem`], although the kernels read lengths
 /// on the device. So lengths that only affect the choice of kernels are rounded up before the
 /// lookup, and [`Plan::problem`] has the rounded ones:
 ///
-/// - the longest sequence to a power of two, at most to what its cache or its blocks hold unless
-///   the cache rolls; but in first prompts and where a tensor has a column for each key;
-/// - over a paged KV cache the most new tokens of a sequence to a [`bucket`](Self::bucket).
+/// - the longest sequence to a power of two, but not beyond the capacity of the cache, unless it
+///   rolls. It stays exact in first prompts, and if a tensor has a column for each key;
+/// - over a paged KV cache, the most new tokens of a sequence to a [`bucket`](Self::bucket).
 ///
-/// The number of new tokens of all sequences stays what it is, because tensors have a row for each.
-/// An engine that pads these tensors to [`bucket`](Self::bucket) rows has few plans for all calls:
-/// rows behind the last sequence's tokens are read and written by no kernel that matters.
+/// The total number of new tokens is not rounded, because tensors have a row for each. An engine
+/// that pads these tensors to [`bucket`](Self::bucket) rows needs few plans: rows after the last
+/// sequence's tokens belong to no sequence.
 pub struct Planner {
     device: DeviceInfo,
     options: PlanOptions,
@@ -34,29 +34,29 @@ pub struct Planner {
     clock: AtomicU64,
 }
 
-/// A plan, and the look-up that used it last.
+/// A plan, and the time of its last look-up.
 struct Kept {
     plan: Arc<Plan>,
     used: AtomicU64,
 }
 
-/// A program with this many shapes gains nothing from more plans, and must not fill its memory.
+/// A bound on the memory of a program whose shapes vary without end.
 const MOST_PLANS: usize = 1024;
-/// Shorter sequences are planned at this length.
+/// Shorter sequences are planned as if they had this length.
 const LEAST_LEN: usize = 256;
 
 impl Planner {
-    /// No plans yet.
+    /// A planner without plans.
     pub fn new(device: DeviceInfo, options: PlanOptions) -> Self {
         Self { device, options, prover: None, plans: RwLock::default(), clock: AtomicU64::new(0) }
     }
 
-    /// Leaves out kernels that the prover doubts.
+    /// Leaves out kernels that the prover finds wrong or cannot test.
     pub fn proven_by(self, prover: Arc<dyn Prover>) -> Self {
         Self { prover: Some(prover), ..self }
     }
 
-    /// The plan for a call; for a known shape the same one, without allocating memory.
+    /// The plan for a call. A known shape gets the same plan again, without allocating memory.
     ///
     /// # Errors
     /// As [`plan`](super::plan).

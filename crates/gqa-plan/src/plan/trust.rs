@@ -1,9 +1,9 @@
 //! Which kernels are trusted on which GPUs.
 //!
-//! Every family that Hopper GPUs run, ran there and was compared. On others a family was simulated
-//! and assembled at most. So where a plan for such a GPU has kernels of a family that is not proven
-//! there, a [`Prover`] says which of them agree with simpler ones on this very GPU, by small calls
-//! of its own; those that do not are left out of the plan.
+//! On Hopper every family has been run and compared with the reference. For other GPUs kernels were
+//! at most simulated and assembled. So if a plan for such a GPU has kernels of an unproven family,
+//! a [`Prover`] compares these with the simplest kernels on that GPU, by small calls, and the
+//! planner leaves out those that differ.
 
 use super::compose::plan;
 use super::device::DeviceInfo;
@@ -13,7 +13,7 @@ use crate::problem::Problem;
 use gqa_kernels::registry::{Entry, Family, Role};
 use gqa_tensor::{Error, Result};
 
-/// Which kernels may be used on GPUs that the project never ran on.
+/// Which kernels are used on GPUs on which the project never ran.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Trust {
     /// All, untested.
@@ -28,7 +28,7 @@ pub enum Trust {
 /// The families that were run and compared on GPUs of a compute capability, times ten.
 static PROVEN: [(u32, &[Family]); 1] = [(90, &Family::ALL)];
 
-/// The simplest families: others are compared with these, and they compute if no other family is
+/// The simplest families: others are compared with them, and they are used if no other family is
 /// trusted.
 const PLAIN: [Family; 3] = [Family::Prologue, Family::General, Family::Unfused];
 
@@ -44,12 +44,12 @@ pub(crate) fn plain_options() -> PlanOptions {
     PlanOptions { disable_fused_kv: true, distrusted: others.collect(), ..PlanOptions::default() }
 }
 
-/// Families of a plan's kernels that are not known to be right.
+/// Families in a plan whose kernels are not known to be right.
 #[derive(Clone, Debug, Default)]
 pub struct Doubts {
     /// A test showed that a kernel of the family computes wrong results or does not end.
     pub wrong: Vec<Family>,
-    /// A kernel of the family could not be tested, or not now.
+    /// A kernel of the family could not be tested, at least not now.
     pub untested: Vec<Family>,
 }
 

@@ -1,6 +1,6 @@
-//! The rules that every call obeys, however it was described: consistent heads, countable and
-//! addressable sizes, and no contradicting features. Errors use the names of
-//! [`engine`](crate::engine). A call that passes allocates no memory here.
+//! Checks every call: consistent heads, countable and addressable sizes, and no contradicting
+//! features. Errors use the names of [`engine`](crate::engine). The checks of a valid call allocate
+//! no memory.
 
 use super::{
     Alignment, CacheBinding, CallKind, Layout, Pages, Phase, Problem, ProblemFields, QkOutput,
@@ -190,7 +190,8 @@ impl ProblemFields {
         addressable("rope.positions", &[rotary.max_positions, dim / 2])
     }
 
-    /// Whether values are as keys are, or a part of them: whatever moves rows of keys serves both.
+    /// Whether values are like keys, or a part of them, so that kernels that move rows of keys can
+    /// move both.
     fn has_like_values(&self) -> bool {
         self.latent || (self.v_head_size, self.v_dtype) == (self.head_size, self.dtype)
     }
@@ -215,7 +216,8 @@ impl ProblemFields {
         refuse(self.packed && !packs, "packed", || {
             (
                 "true",
-                "false, except in layout Bsnh over a cache with keys and values of one type and size",
+                "false, except in layout Bsnh over a cache with keys and values of one type and \
+                 size",
             )
         })?;
         self.check_appended()?;
@@ -233,7 +235,7 @@ impl ProblemFields {
         self.check_quantized()
     }
 
-    /// Errs where a rotation alone, or an update of a cache alone, has what attention has.
+    /// Errs where a call of RoPE alone, or a cache update alone, has a feature of attention.
     fn check_plain(&self) -> Result<()> {
         let plain = Self {
             computes: self.computes,
@@ -353,7 +355,8 @@ impl ProblemFields {
         refuse(!(shared && rows && values), "pages", || {
             (
                 "pages",
-                "none, except in layout Bsnh with a shared cache, keys and values of one type and size",
+                "none, except in layout Bsnh with a shared cache, keys and values of one type and \
+                 size",
             )
         })?;
         self.check_consecutive(pages)?;

@@ -25,7 +25,7 @@ pub enum Phase {
 }
 
 impl Phase {
-    /// As logs and explanations have it.
+    /// Its name in logs and explanations.
     pub(crate) const fn name(self) -> &'static str {
         match self {
             Self::FirstPrompt => "first prompt",
@@ -66,7 +66,7 @@ pub enum CallKind {
 /// The handling of rows written past the end of a cache.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum WriteMode {
-    /// There are none.
+    /// Not allowed: all rows fit.
     #[default]
     Linear,
     /// They wrap around to the first rows of the cache.
@@ -234,8 +234,8 @@ impl Pages {
         }
     }
 
-    /// The blocks of those rows. Blocks entirely before the window may belong to other sequences by
-    /// now.
+    /// The blocks of those rows. Blocks entirely before the window may already belong to other
+    /// sequences.
     pub fn blocks_read(&self, window: Option<usize>, past: usize, new: usize) -> Range<usize> {
         let rows = Self::rows_read(window, past, new);
         rows.start / self.block_size..rows.end.div_ceil(self.block_size)
@@ -382,7 +382,7 @@ pub struct Strided {
     /// Strides of a paged KV cache, both of `present_key` and of `present_value`, in elements of
     /// these tensors; a batch entry is a block.
     pub pages: Option<RowStrides>,
-    /// Strides of `present_value` where these are others, in a cache of consecutive rows.
+    /// Strides of `present_value` in a cache of consecutive rows, if they differ from `pages`.
     pub page_values: Option<RowStrides>,
 }
 
@@ -436,11 +436,11 @@ pub struct ProblemFields {
     pub v_dtype: DType,
     /// Type of output: `dtype`, or float32 or float8e4m3fn where the call requests that.
     pub out_dtype: DType,
-    /// B
+    /// B: batch entries.
     pub batch: usize,
-    /// N
+    /// N: query heads.
     pub q_heads: usize,
-    /// Nk; divides N.
+    /// Nk: KV heads, a divisor of N.
     pub kv_heads: usize,
     /// H, the head size of query and key: a multiple of 8 in GroupQueryAttention.
     pub head_size: usize,
@@ -460,7 +460,7 @@ pub struct ProblemFields {
     pub total_len: usize,
     /// P: rows of past_key and past_value; 0 where absent.
     pub past_capacity: usize,
-    /// Rows of present_key and present_value; of key and value where the cache is external.
+    /// Rows of present_key and present_value, or of key and value if the cache is external.
     pub capacity: usize,
     /// Whether the rows are a first prompt, a later chunk or a decode step.
     pub phase: Phase,
@@ -480,7 +480,7 @@ pub struct ProblemFields {
     pub packed: bool,
     /// Order of the dimensions of query, key, value and output.
     pub layout: Layout,
-    /// Strides of query, key, value and output where not contiguous.
+    /// Strides of tensors that are not contiguous.
     pub strided: Strided,
     /// Normalisation of query and key.
     pub qk_norm: Option<QkNorm>,
@@ -497,7 +497,7 @@ pub struct ProblemFields {
     pub right_window: Option<usize>,
     /// A query at position p attends to keys 0..=p; otherwise to all valid keys.
     pub causal: bool,
-    /// Extra logit.
+    /// The attention sink.
     pub sink: Sink,
     /// Additive bias or boolean mask.
     pub bias: Option<Bias>,
@@ -507,17 +507,17 @@ pub struct ProblemFields {
     pub output_qk: QkOutput,
     /// Whether the call outputs the log-sum-exp.
     pub lse: bool,
-    /// Of the call's inputs, the launch ahead writes only query, key and value, so that the others
-    /// may be read while it still runs.
+    /// The preceding kernel writes no input except query, key and value, so that the others may be
+    /// read while it still runs.
     pub prefetch_cache: bool,
-    /// Over a float8e4m3fn cache, queries and P may be rounded to that type, too.
+    /// Over a float8e4m3fn cache, queries and P may also be rounded to that type.
     pub float8_products: bool,
     /// The bits of a sequence's results do not depend on the other sequences of the call:
     /// [`Layer::batch_invariant`](crate::engine::Layer::batch_invariant).
     pub batch_invariant: bool,
 }
 
-/// Its numbers are never NaN.
+/// [`Problem::new`] refuses NaN.
 impl Eq for ProblemFields {}
 
 impl Hash for ProblemFields {
@@ -614,7 +614,7 @@ impl Problem {
     pub(crate) fn typical(&self) -> Self {
         /// Enough sequences for a decode step to occupy most SMs.
         const SEQUENCES: usize = 8;
-        /// Keys of a sequence over blocks.
+        /// Keys of a sequence in a paged KV cache.
         const KEYS: usize = 8192;
         let call = ProblemFields { batch: SEQUENCES, ..self.0.clone() };
         let Some(pages) = self.pages else { return Self(call) };
@@ -713,7 +713,7 @@ impl Problem {
         self.may_lack_rows() && !self.is_ordered() && self.q_len > 1
     }
 
-    /// Whether the longest sequence matters only to the choice of kernels.
+    /// Whether the longest sequence only affects the choice of kernels.
     pub fn grows(&self) -> bool {
         self.cache == CacheBinding::Shared
             && self.pages.is_none()
@@ -724,7 +724,7 @@ impl Problem {
             && self.bias.is_none()
     }
 
-    /// Whether output is float32 and the computation is not.
+    /// Whether output is float32 and the element type is not.
     pub fn widens_output(&self) -> bool {
         self.out_dtype == DType::F32 && self.dtype != DType::F32
     }
@@ -783,12 +783,12 @@ impl Problem {
         if scale.abs() < LEAST { LEAST.copysign(scale) } else { scale }
     }
 
-    /// The softcap in float32; 0: none. A softcap too large to change any score is dropped. A tiny
-    /// one is raised to the smallest usable value, with which all scores are equal anyway.
+    /// The softcap in float32; 0: none. One that is too large to change a score is dropped. A tiny
+    /// one becomes the smallest usable value, with which all scores are equal anyway.
     pub fn softcap_in_f32(&self) -> f32 {
         const LEAST: f32 = 1e-30;
-        const UNFELT: f32 = 1e20;
-        self.softcap.filter(|cap| *cap < UNFELT).map_or(0.0, |cap| cap.max(LEAST))
+        const NO_EFFECT: f32 = 1e20;
+        self.softcap.filter(|cap| *cap < NO_EFFECT).map_or(0.0, |cap| cap.max(LEAST))
     }
 
     /// Whether there are present tensors.
@@ -802,12 +802,13 @@ impl Problem {
         !self.latent && self.v_head_size > 0
     }
 
-    /// KV heads with values of their own: as many as KV heads, or none.
+    /// KV heads of the value tensors; 0 without these.
     pub(crate) fn value_heads(&self) -> usize {
         if self.has_value_tensors() { self.kv_heads } else { 0 }
     }
 
-    /// Elements of a token's row in the cache: its key, and its value where that has a tensor.
+    /// Elements of a token in the cache for one KV head: its key, and its value unless that is a
+    /// part of the key.
     pub(crate) fn row_elements(&self) -> usize {
         self.head_size + if self.latent { 0 } else { self.v_head_size }
     }
@@ -947,7 +948,7 @@ impl Problem {
         }
     }
 
-    /// Query heads inside the `query` input.
+    /// Queries, inside `query`.
     pub fn query_layout(&self) -> RowLayout {
         if self.packed {
             self.packed_layout(0)
@@ -983,8 +984,8 @@ impl Problem {
         dense.with(self.strided.output)
     }
 
-    /// A BNSH cache with `rows` key rows, with strides in values rather than in elements of its
-    /// tensor; of value rows too where these have the same size.
+    /// A BNSH cache of `rows` keys. Strides count values, of which an element of a 4-bit cache
+    /// holds two. It is the layout of values, too, if they have the same size.
     pub fn cache_layout(&self, rows: usize) -> RowLayout {
         self.bnsh(rows, self.head_size)
     }
@@ -1007,8 +1008,8 @@ impl Problem {
         RowStrides { batch: pages.block_size * row, head: width, row }
     }
 
-    /// Whether values of a paged KV cache lie as keys do, so that whatever moves rows of keys
-    /// serves both.
+    /// Whether values of a paged KV cache have the strides of keys, so that kernels that move rows
+    /// of keys can move both.
     pub(crate) fn has_values_like_keys(&self, pages: Pages) -> bool {
         let strides = self.page_values_strides(pages);
         self.latent || self.v_head_size == self.head_size && strides == self.pages_strides(pages)

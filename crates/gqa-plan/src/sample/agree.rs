@@ -1,14 +1,13 @@
-//! Whether two kernels have computed the same.
+//! Compares the outputs of two kernels.
 
 use crate::problem::{Problem, QuantFormat};
 use crate::tensors::TensorId;
 use gqa_tensor::{DType, Tensor};
 
-/// Errs where a tensor that a call has written differs from what another kernel has written there
-/// by more than rounding does, and says where.
+/// Compares a tensor as two kernels have written it.
 ///
 /// # Errors
-/// In words.
+/// Where they differ by more than rounding; the message names the element.
 pub fn agree(p: &Problem, id: TensorId, got: &Tensor, want: &Tensor) -> Result<(), String> {
     let is_cache = matches!(id, TensorId::PresentKey | TensorId::PresentValue);
     let format = p.quantized.filter(|_| is_cache).map(|how| how.format);
@@ -54,7 +53,7 @@ fn want_columns(p: &Problem, id: TensorId) -> usize {
 /// Accepted difference.
 struct Tolerance {
     absolute: f64,
-    /// Relative to the largest number of the row.
+    /// Relative to the row's largest value.
     relative: f64,
 }
 

@@ -1,4 +1,4 @@
-//! Small calls with random tensors, by which kernels are compared.
+//! Small calls with random tensors, which compare kernels.
 
 mod agree;
 mod small;

@@ -1,11 +1,11 @@
-//! Random tensors of a call, with lengths and tables that lead into them.
+//! Random tensors for a call, with valid lengths and block tables.
 
 use crate::problem::{Alignment, CallKind, Pages, Phase, Problem, QuantFormat};
 use crate::tensors::{TensorId, TensorSpec};
 use gqa_tensor::{DType, Result, Tensor};
 
-/// All that a call reads, the cache that it appends to included. Queries are large enough for
-/// softmax to tell keys apart.
+/// All tensors that a call reads, including the cache that it appends to. Queries are large enough
+/// that softmax distinguishes keys.
 ///
 /// # Errors
 /// Where there is no memory for them.

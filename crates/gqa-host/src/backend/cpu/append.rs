@@ -14,19 +14,20 @@ pub(super) struct Append<'a, T> {
     pub(super) sequences: &'a [Sequence],
     /// The tensor with the new rows.
     pub(super) new: &'a [T],
-    /// Where in it they are.
+    /// Their layout in that tensor.
     pub(super) layout: RowLayout,
     /// Elements of one head.
     pub(super) size: usize,
-    /// For K, where it is normalised.
+    /// QK-norm of K.
     pub(super) norm: Option<Norm<'a, T>>,
-    /// For K, where it rotates.
+    /// RoPE of K.
     pub(super) rope: Option<&'a Rope>,
     pub(super) executor: &'a dyn Executor,
 }
 
 impl<T: Element> Append<'_, T> {
-    /// Writes a present tensor; `past` is empty without a past, or if past and present are one.
+    /// Writes a present tensor. `past` is empty if there is none, or if past and present share
+    /// memory.
     pub(super) fn run(&self, past: &[T], present: &mut [T]) {
         self.update(past, present, self.size, T::ZERO, |place, buffer, row| {
             if self.norm.is_none() && self.rope.is_none() {
@@ -38,7 +39,7 @@ impl<T: Element> Append<'_, T> {
         });
     }
 
-    /// The same of a quantized cache.
+    /// The same for a quantized cache.
     pub(super) fn run_quantized(&self, codes: Codes<'_>, past: &[u8], present: &mut [u8]) {
         self.update(past, present, codes.bytes(self.size), 0, |[b, head, s], buffer, row| {
             self.turn([b, head, s], buffer);
@@ -47,7 +48,7 @@ impl<T: Element> Append<'_, T> {
         });
     }
 
-    /// Writes a present tensor with per-token scales. Past and present are one, or there is no
+    /// Writes a present tensor with per-token scales. Past and present share memory, or there is no
     /// past.
     pub(super) fn run_with_scales(
         &self,

@@ -1,5 +1,5 @@
-//! ONNX Attention in double precision: for float64, and where values have another type than
-//! queries. Rows run in parallel, each with all its scores in memory.
+//! ONNX Attention in double precision: for float64, and for values of another type than queries.
+//! Rows run in parallel; each holds all its scores in memory.
 
 use super::executor::{Executor, each, threads_for};
 use super::sequence::Sequence;
@@ -54,7 +54,7 @@ pub(super) fn run(p: &Problem, io: &mut IoViews<'_>, executor: &dyn Executor) ->
     Ok(())
 }
 
-/// A call's numbers.
+/// A call's tensors in double precision.
 struct Call<'a> {
     p: &'a Problem,
     sequences: Vec<Sequence>,
@@ -146,7 +146,7 @@ fn weights(scores: &[f64]) -> Vec<f64> {
     powers.iter().map(|x| if sum == 0.0 { 0.0 } else { x / sum }).collect()
 }
 
-/// Past rows and then new ones, as they are.
+/// Copies past rows and then new ones.
 fn append(
     p: &Problem,
     sequences: &[Sequence],

@@ -19,7 +19,7 @@ pub(super) trait Element: CacheElement + Copy + Send + Sync + 'static {
     /// For each pair of rows, widens the first into the second, exactly.
     fn widen_rows<'a>(rows: impl Iterator<Item = (&'a [Self], &'a mut [f32])>);
 
-    /// The same of one row.
+    /// The same for one row.
     fn widen(from: &[Self], to: &mut [f32]) {
         Self::widen_rows(iter::once((from, to)));
     }

@@ -1,14 +1,14 @@
-//! The threads that compute.
+//! The threads of the CPU back end.
 
 use super::parallel_for::parallel_for;
 use std::sync::{Mutex, PoisonError};
 
-/// Threads that compute the parts of a call: rayon's, or a program's own.
+/// A parallel loop over the parts of a call, on rayon's threads or a program's own.
 ///
 /// ```
 /// use gqa_host::backend::cpu::Executor;
 ///
-/// /// Computes on the thread that calls.
+/// /// Computes on the calling thread.
 /// struct Here;
 ///
 /// impl Executor for Here {
@@ -24,11 +24,10 @@ pub trait Executor: Sync {
     fn for_each(&self, count: usize, part: &(dyn Fn(usize) + Sync));
 }
 
-/// The calling thread and its rayon pool, which is the global one for threads outside of any pool.
-/// No more threads compute than the pool has.
+/// The calling thread and its rayon pool, by default the global one; at most as many threads as the
+/// pool has.
 ///
-/// A process forked after its parent had computed has no pool threads: its calls share a new pool
-/// of the same size, which the first call makes.
+/// A forked process has no pool threads, so its first call makes a new pool of the same size.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Rayon;
 
@@ -38,7 +37,7 @@ impl Executor for Rayon {
     }
 }
 
-/// The thread that calls.
+/// The calling thread.
 struct Here;
 
 impl Executor for Here {

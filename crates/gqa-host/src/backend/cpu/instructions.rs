@@ -1,18 +1,18 @@
-//! Which instructions compute attention.
+//! The instruction sets of attention.
 
 use gqa_tensor::{Error, Result};
 use std::fmt;
 
-/// The instructions of attention: vectors, and matrix instructions for bfloat16. Type conversions
-/// always use the widest instructions.
+/// The instruction set of attention's inner loops: vectors, and matrix instructions for bfloat16.
+/// Type conversions always use the widest set.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Instructions(pub(super) gqa_cpu::Instructions);
 
 impl Instructions {
-    /// Names the variable that [`Instructions::from_env`] reads.
+    /// The environment variable that [`Instructions::from_env`] reads.
     pub const VARIABLE: &str = gqa_plan::plan::environment::CPU;
 
-    /// All instruction sets that this processor has, the widest first, down to `scalar`.
+    /// All instruction sets of this processor, from the widest to `scalar`.
     pub fn all() -> Vec<Self> {
         gqa_cpu::Instructions::all().into_iter().map(Self).collect()
     }

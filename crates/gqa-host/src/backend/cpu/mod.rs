@@ -69,8 +69,8 @@ impl Cpu {
         Self { instructions }
     }
 
-    /// Computes `problem` on memory of the caller's, without a copy of it. Query, key and value may
-    /// have the problem's strides; all else is contiguous.
+    /// Computes `problem` in the caller's memory, without copies. Query, key and value may be
+    /// strided; all other tensors are contiguous.
     ///
     /// ```
     /// use gqa_host::backend::{IoViews, cpu::Cpu};
@@ -133,8 +133,7 @@ impl Cpu {
     ///
     /// # Errors
     ///
-    /// As [`Backend::run`]; and where the problem wants strides of the output or of a paged KV
-    /// cache.
+    /// As [`Backend::run`], and where the problem has strides of the output or of a paged KV cache.
     pub fn run_on(&self, problem: &Problem, io: &mut IoViews<'_>) -> Result<()> {
         self.run_by(&Rayon, problem, io)
     }
@@ -388,7 +387,7 @@ impl Run<'_> {
     }
 }
 
-/// Where each batch entry's rows stand.
+/// The positions of each batch entry's rows.
 fn sequences(p: &Problem, io: &IoViews<'_>) -> Result<Vec<Sequence>> {
     let lengths = contents::lengths(p, &io.inputs)?.into_iter();
     Ok(lengths.enumerate().map(|(b, lengths)| Sequence::new(p, b, lengths)).collect())

@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, Thread};
 
-/// What computes a part.
+/// Computes a part.
 type Part<'a> = dyn Fn(usize) + Sync + 'a;
 
 /// Calls `part` once with each index below `count`, on the calling thread and threads of its pool,
@@ -44,14 +44,14 @@ pub(super) fn parallel_for(count: usize, part: &Part<'_>) {
 
 /// The state of a loop. A thread that arrives after the caller has returned finds no part left.
 struct Shared {
-    /// Good as long as a part is unfinished.
+    /// Valid as long as a part is unfinished.
     part: *const Part<'static>,
     count: usize,
-    /// The first part that nobody has begun.
+    /// The first part that has not begun.
     next: AtomicUsize,
-    /// How many parts have not ended.
+    /// Number of parts that have not ended.
     unfinished: AtomicUsize,
-    /// Of a part.
+    /// The panic of a part.
     panic: Mutex<Option<Box<dyn Any + Send>>>,
     caller: Thread,
 }

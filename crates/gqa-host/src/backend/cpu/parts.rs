@@ -13,7 +13,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 /// call has [`MANY_TASKS`] tasks.
 const TASK_ROWS: usize = 512;
 
-/// Tasks that many threads share evenly.
+/// A number of tasks that threads can share evenly.
 const MANY_TASKS: usize = 64;
 
 /// Computes all rows.
@@ -40,7 +40,7 @@ pub(super) fn run<T: Element, O: Element>(
 /// results.
 struct Parts<'a, 'r, T, O> {
     task: Task<'a, T>,
-    /// The keys of each.
+    /// The keys of each part.
     parts: Vec<Range<usize>>,
     state: Mutex<Unjoined<'r, T, O>>,
 }
@@ -109,7 +109,7 @@ fn tasks<'a, 'r, T: Element, O>(
     tasks
 }
 
-/// Multiplications of all tasks, about.
+/// Approximate number of multiplications of all tasks.
 fn work<T: Element, O>(tasks: &[Parts<'_, '_, T, O>]) -> usize {
     let of_task = |Parts { task, parts, .. }: &Parts<'_, '_, T, O>| {
         let keys: usize = parts.iter().map(Range::len).sum();

@@ -27,16 +27,16 @@ thread_local! {
 /// Threads that may help.
 #[derive(Clone, Copy)]
 pub(super) enum Pool {
-    /// Rayon's, of the thread that calls.
+    /// Those of the calling thread's rayon pool.
     Current,
-    /// That of a process that was forked.
+    /// Those of a forked process's own pool.
     Own(&'static ThreadPool),
     /// No thread could be started.
     Empty,
 }
 
 impl Pool {
-    /// That of the thread that calls.
+    /// The pool of the calling thread.
     pub(super) fn of_caller() -> Self {
         watch_forks();
         let is_newer = || rayon::current_thread_index().is_some() && !SURVIVED.get();
@@ -61,7 +61,7 @@ impl Pool {
         }
     }
 
-    /// Gives work to one of them.
+    /// Runs work on one of the threads.
     pub(super) fn spawn(self, work: impl FnOnce() + Send + 'static) {
         match self {
             Self::Current => rayon::spawn(work),

@@ -7,7 +7,7 @@ use gqa_plan::{Problem, QuantFormat, Quantization, Scales};
 use gqa_tensor::{CacheView, Error, Result, TensorView};
 use std::iter;
 
-/// How one of the two caches is quantized.
+/// The quantization of keys or of values.
 #[derive(Clone, Copy)]
 pub(super) struct Codes<'a> {
     how: Quantization,
@@ -51,14 +51,14 @@ impl<'a> Codes<'a> {
         Ok([keys, if p.latent { keys } else { codes(1)? }])
     }
 
-    /// Numbers that a byte holds.
-    pub(super) fn numbers_per_byte(self) -> usize {
+    /// Quantized values per byte.
+    pub(super) fn values_per_byte(self) -> usize {
         self.how.codes_per_element()
     }
 
-    /// Bytes of so many numbers.
-    pub(super) fn bytes(self, numbers: usize) -> usize {
-        numbers / self.how.codes_per_element()
+    /// Bytes of `values` quantized values.
+    pub(super) fn bytes(self, values: usize) -> usize {
+        values / self.how.codes_per_element()
     }
 
     /// The quantized values of a row of a KV head.
@@ -137,7 +137,7 @@ impl<'a> Codes<'a> {
     }
 }
 
-/// Quantizes a row with per-token scale; returns the scale.
+/// Quantizes a row with a per-token scale, which it returns.
 pub(super) fn encode_by_itself(format: QuantFormat, row: &[f32], to: &mut [u8]) -> f32 {
     let largest = row.iter().map(|&x| magnitude(x)).max().unwrap_or(0);
     let scale = match format {

@@ -29,7 +29,7 @@ impl QueryRows {
 pub(super) struct Outputs<'a, T, O> {
     layout: Layout,
     heads: usize,
-    /// Of a batch entry.
+    /// Tokens of a batch entry.
     tokens: usize,
     output: TensorRows<'a, O>,
     output_qk: Option<TensorRows<'a, T>>,
@@ -65,7 +65,7 @@ impl<'a, T, O> Outputs<'a, T, O> {
     }
 }
 
-/// The outputs of some rows, which this value alone may write.
+/// The outputs of some rows, which only this value may write.
 pub(super) struct OutputRows<'o, T, O> {
     outputs: &'o Outputs<'o, T, O>,
     /// The start of the sequence: a batch entry, and a token of it.
@@ -73,7 +73,7 @@ pub(super) struct OutputRows<'o, T, O> {
     rows: QueryRows,
 }
 
-/// What one query row's result goes to.
+/// The outputs of one query row.
 pub(super) struct OutputRow<'a, T, O> {
     pub(super) output: &'a mut [O],
     /// The row of output_qk.
@@ -82,7 +82,7 @@ pub(super) struct OutputRow<'a, T, O> {
 }
 
 impl<T, O> OutputRows<'_, T, O> {
-    /// Row number `row` of these.
+    /// Row number `row` of these rows.
     pub(super) fn row(&mut self, row: usize) -> OutputRow<'_, T, O> {
         assert!(row < self.rows.count, "a row of the task");
         let ([b, first], (token, head), outputs) = (self.first, self.rows.place(row), self.outputs);

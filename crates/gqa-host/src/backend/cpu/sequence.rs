@@ -11,14 +11,14 @@ pub(super) struct Sequence {
     pub(super) first: [usize; 2],
     /// Query rows.
     pub(super) rows: usize,
-    /// Position of query row 0: before key 0 where there are more rows than keys.
+    /// Position of query row 0; negative if there are more rows than keys.
     pub(super) position: i64,
     /// Keys after this call.
     pub(super) total: usize,
 }
 
 impl Sequence {
-    /// Those of batch entry `b`. Keys are at most the capacity of the cache.
+    /// The rows of batch entry `b`. Keys are at most the capacity of the cache.
     pub(super) fn new(p: &Problem, b: usize, lengths: Lengths) -> Self {
         let total = usize::try_from(i64::from(lengths.last) + 1).unwrap_or(0).min(p.capacity);
         let position = match (p.alignment, p.phase) {

@@ -34,7 +34,7 @@ impl Run<'_> {
 struct SlidingCall<'a> {
     problem: &'a Problem,
     inner: Problem,
-    /// Of each sequence.
+    /// The moves of each sequence's rows.
     slides: Vec<Slide>,
 }
 

@@ -20,12 +20,12 @@ const FEW_ROWS: usize = 32;
 /// Keys of a part; a multiple of [`KEYS`].
 const PART_KEYS: usize = 4 * KEYS;
 
-/// What attention reads.
+/// The tensors that attention reads.
 pub(super) struct Call<'a, T> {
     pub(super) problem: &'a Problem,
     pub(super) sequences: &'a [Sequence],
     pub(super) query: &'a [T],
-    /// Of queries.
+    /// QK-norm of queries.
     pub(super) norm: Option<Norm<'a, T>>,
     pub(super) rope: Option<&'a Rope>,
     /// present_key, or key where the cache is external
@@ -41,22 +41,22 @@ pub(super) struct Call<'a, T> {
 /// Keys or values.
 #[derive(Clone, Copy)]
 pub(super) enum Cached<'a, T> {
-    /// As they are.
+    /// Of the element type.
     Numbers(&'a [T]),
-    /// By their quantized values.
+    /// Quantized.
     Codes(Codes<'a>, &'a [u8]),
-    /// In blocks.
+    /// Of the element type, paged.
     Blocks(Blocks<'a>, &'a [T]),
-    /// By their quantized values, in blocks.
+    /// Quantized and paged.
     BlocksOfCodes(Blocks<'a>, Codes<'a>, &'a [u8]),
 }
 
 /// attention_bias or attn_mask.
 #[derive(Clone, Copy)]
 pub(super) enum Bias<'a, T> {
-    /// Numbers to be added.
+    /// A bias, which is added to scores.
     Numbers(&'a [T]),
-    /// Keys that are seen.
+    /// A mask, true for visible keys.
     Booleans(&'a [bool]),
 }
 
@@ -89,10 +89,10 @@ impl<'a, T: Element> Bias<'a, T> {
     }
 }
 
-/// What a part of the keys gives a task's rows.
+/// The results of a task's rows for a part of the keys.
 #[derive(Debug, Default)]
 pub(super) struct Partial {
-    /// Of each row.
+    /// The softmax state of each row.
     softmax: Vec<Softmax>,
     /// (rows, padded size of a value): normalised outputs.
     output: Vec<f32>,
@@ -107,7 +107,7 @@ pub(super) struct Task<'a, T> {
 }
 
 impl<T: Element> Task<'_, T> {
-    /// The keys that some row sees.
+    /// The keys that at least one row sees.
     fn span(&self) -> Range<usize> {
         let visible: Vec<_> = (0..self.rows.count).map(|row| self.visible(row)).collect();
         span(&visible)
@@ -128,7 +128,7 @@ impl<T: Element> Task<'_, T> {
         parts.map(|keys| keys.start.max(span.start)..keys.end.min(span.end)).collect()
     }
 
-    /// What a part of the keys gives the rows.
+    /// Computes the rows' results for a part of the keys.
     pub(super) fn attend(&self, instructions: Instructions, keys: Range<usize>) -> Partial {
         let mut partial = Partial::default();
         gqa_cpu::attend(instructions.0, self, keys, &mut |_, softmax, output| {
@@ -156,7 +156,7 @@ impl<T: Element> Task<'_, T> {
         self.write_scores(instructions, &softmax, rows);
     }
 
-    /// The same where all keys are one part.
+    /// Computes and writes the rows, with all keys in one part.
     pub(super) fn run<O: Element>(
         &self,
         instructions: Instructions,
@@ -205,7 +205,7 @@ impl<T: Element> Task<'_, T> {
         gqa_cpu::scores(instructions.0, self, keys, shown, softmax, &mut write);
     }
 
-    /// Merges the parts of a row and writes its output. `line` is scratch for it.
+    /// Merges the parts of a row and writes its output. `line` is scratch memory.
     fn finish<'p, O: Element>(
         &self,
         row: usize,
@@ -371,7 +371,7 @@ impl<T: Element> Rows for Task<'_, T> {
                 Some(T::stored([rows(k, k_width, sizes[0]), rows(v, v_width, sizes[1])]))
             }
             (Cached::BlocksOfCodes(blocks, codes, k), Cached::BlocksOfCodes(_, _, v)) => {
-                let starts = || in_blocks(blocks, codes.bytes(sizes[0]), codes.numbers_per_byte());
+                let starts = || in_blocks(blocks, codes.bytes(sizes[0]), codes.values_per_byte());
                 Some(codes.stored([k, v], [starts(), starts()], sizes))
             }
             _ => None,

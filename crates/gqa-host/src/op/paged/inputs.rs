@@ -1,4 +1,4 @@
-//! What PagedAttention takes.
+//! The inputs of PagedAttention.
 
 use super::Bounds;
 use crate::op::schema::Kind::{Always, Cache, Element};
@@ -7,8 +7,8 @@ use crate::op::validate::row_scales;
 use gqa_plan::plan::TensorId::{self, *};
 use gqa_tensor::{DType, Tensor, TensorDesc};
 
-/// The operator's inputs under ONNX Runtime's names; checked when the operator is applied. B
-/// sequences, num_tokens new tokens of all of them together.
+/// The operator's inputs under ONNX Runtime's names, checked when the operator is applied. There
+/// are B sequences with num_tokens new tokens in all.
 #[derive(Clone, Copy, Debug)]
 pub struct PagedInputs<'a> {
     /// (num_tokens, N·H), or packed (num_tokens, (N + 2·Nk)·H)
@@ -35,11 +35,11 @@ pub struct PagedInputs<'a> {
     /// (H): QK-norm weight: each head of query is divided by its root mean square and multiplied by
     /// this, before RoPE
     pub q_norm_weight: Option<&'a Tensor>,
-    /// (H): the same of key
+    /// (H): the same for key
     pub k_norm_weight: Option<&'a Tensor>,
     /// float32, finite and not 0: one for all keys in a quantized cache, or (Nk·H) in any shape
     pub k_scale: Option<&'a Tensor>,
-    /// The same of values
+    /// The same for values
     pub v_scale: Option<&'a Tensor>,
     /// int32 (2) or (3): bounds on the new tokens and on the length of a sequence; and the least
     /// length that the longest sequence may have, which is checked and not used. 0: not known
@@ -75,7 +75,7 @@ impl<'a> PagedInputs<'a> {
 }
 
 impl PagedInputs<'_> {
-    /// In ONNX Runtime's order, as nodes have them.
+    /// In the order of ONNX Runtime's nodes.
     pub const ONNX: [Input; 17] = [
         input("query", Query, Element).required(),
         input("key", Key, Element),
@@ -101,7 +101,7 @@ impl PagedInputs<'_> {
     pub const NAMES: [&'static str; 17] = names(&Self::ONNX);
 }
 
-/// A paged KV cache: (num_blocks, block_size, Nk, H) each, or H / 2 bytes of 4-bit values.
+/// A paged KV cache: (num_blocks, block_size, Nk, H) each, or H/2 for 4-bit values.
 #[derive(Clone, Debug, PartialEq)]
 pub struct PagedCache {
     /// Rotated keys.
@@ -113,8 +113,8 @@ pub struct PagedCache {
     pub scales: Option<[Tensor; 2]>,
 }
 
-/// Types and shapes of the inputs, which is all that the host knows of tensors in GPU memory. Names
-/// as in [`PagedInputs`].
+/// Types and shapes of the inputs, under the names in [`PagedInputs`]: for tensors in GPU memory,
+/// whose contents the host does not read.
 #[derive(Clone, Copy, Debug)]
 pub struct PagedShapes<'a> {
     /// query, or packed QKV
@@ -149,7 +149,7 @@ pub struct PagedShapes<'a> {
     pub k_scale: Option<TensorDesc<'a>>,
     /// v_scale
     pub v_scale: Option<TensorDesc<'a>>,
-    /// What attention_metadata says.
+    /// The contents of attention_metadata.
     pub bounds: Bounds,
 }
 

@@ -41,7 +41,7 @@ pub(super) fn quantization(
     Ok(Some(quantized))
 }
 
-/// The name of 4-bit floats.
+/// The dtype name of 4-bit floats.
 const FLOAT4: &str = "float4e2m1";
 
 impl PagedAttention {
@@ -75,7 +75,7 @@ fn no_scales(inputs: &PagedShapes<'_>) -> Result<()> {
     }
 }
 
-/// What the key cache's element type says.
+/// The format that the key cache's element type implies.
 fn format(key_cache: DType, how: QuantType) -> Result<QuantFormat> {
     match key_cache {
         DType::I8 => Ok(QuantFormat::Int8),
