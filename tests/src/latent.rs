@@ -253,7 +253,7 @@ pub fn in_float8(cases: BoxedStrategy<LatentCase>) -> BoxedStrategy<LatentCase> 
     (cases, scales).prop_map(float8).boxed()
 }
 
-/// Of these calls those that PagedAttention can describe, over paged caches.
+/// Calls of [`latent`] over paged caches that PagedAttention can express.
 pub fn latent_operators(sizes: &[[usize; 2]], most: usize) -> BoxedStrategy<LatentOperator> {
     let cases = (latent(sizes, most), prop::sample::select(vec![1usize, 7, 16, 64]));
     let described = |(case, block_size): (LatentCase, usize)| {

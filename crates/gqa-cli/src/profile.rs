@@ -168,14 +168,8 @@ fn show(profile: &Profile) -> Result<()> {
     }
     let over = |us: &f64| (us - launches_us) / us * 100.0;
     say!("{launches_us:10.2} us         launches, each alone");
-    say!(
-        "{graph_us:10.2} us {:5.1}%  in a graph; the share is launch overhead",
-        over(graph_us)
-    );
-    say!(
-        "{stream_us:10.2} us {:5.1}%  enqueued launch by launch; likewise",
-        over(stream_us)
-    );
+    say!("{graph_us:10.2} us {:5.1}%  in a graph; the share is launch overhead", over(graph_us));
+    say!("{stream_us:10.2} us {:5.1}%  enqueued launch by launch; likewise", over(stream_us));
     say!("{roofline_us:10.2} us         lower bound by the vendor's figures\n");
     processor.show()?;
     say!("counters:  {ncu}\ntime line: {nsys}");

@@ -242,7 +242,7 @@ fn pipe(path: &Path) -> Result {
     if made.success() { Ok(()) } else { Err("mkfifo failed".into()) }
 }
 
-/// Whatever takes the place of a case's files, `gqa check` ends, and says what it is.
+/// `gqa check` ends and names the problem if a case's files are folders, pipes, links or the like.
 #[cfg(unix)]
 #[test]
 fn files_that_are_none_are_refused() -> Result {
@@ -281,7 +281,7 @@ fn files_that_are_none_are_refused() -> Result {
     Ok(())
 }
 
-/// What is no folder of cases, or cannot be looked into, is named with the reason.
+/// A path that is not a readable folder of cases is an error that names it with the reason.
 #[cfg(unix)]
 #[test]
 fn folders_that_are_none_are_refused() -> Result {

@@ -301,7 +301,7 @@ pub struct PageSteps {
     pub reserved: u32,
 }
 
-/// Scalars of `tiled` where the cache consists of blocks, each a power of two of rows.
+/// Scalars of `tiled_paged`, for block sizes that are powers of two.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 pub struct PagedTiledParams {

@@ -291,7 +291,7 @@ impl Drop for Scratch<'_> {
     fn drop(&mut self) {
         if !self.data.is_null() {
             let Allocator { api, raw, .. } = self.allocator;
-            // SAFETY: the memory is that allocator's; a call that has ended cannot fail any more
+            // SAFETY: the memory is of this allocator. The result is ignored: the call has ended.
             unsafe { api.succeeds((api.table().AllocatorFree)(*raw, self.data)) };
         }
     }

@@ -110,6 +110,6 @@ fn domain(api: Api) -> Result<*mut OrtCustomOpDomain, Failure> {
             api.check((api.table().CustomOpDomain_Add)(domain, operator.base()))?;
         }
     }
-    // Of two threads that make one at the same time, one's is kept and the other's stays unused.
+    // If two threads create a domain at the same time, one of the domains stays unused.
     Ok(DOMAIN.get_or_init(|| Domain(domain)).0)
 }

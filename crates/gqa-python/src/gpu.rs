@@ -13,7 +13,7 @@ use std::ffi::{CStr, c_void};
 use std::ptr::null_mut;
 use std::sync::Arc;
 
-/// An array in memory of a GPU, which an array of another library or the package itself owns.
+/// An array in GPU memory, which belongs to another library's array or to the package.
 #[pyclass(frozen)]
 #[derive(Clone)]
 pub struct GpuArray {

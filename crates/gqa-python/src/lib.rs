@@ -83,7 +83,7 @@ impl Arguments<'_, '_> {
         })
     }
 
-    /// The arrays of attention; its queries, keys and values have these arguments and names.
+    /// The arrays of attention. `q`, `k` and `v` are each an argument and its name in errors.
     fn attended(&self, [q, k, v]: [(&str, &'static str); 3]) -> PyResult<arrays::Arrays> {
         let q = self.need(q.0, q.1, Kind::Heads)?;
         let kind = match k.1 == "k_cache" || self.has("block_table")? {

@@ -77,14 +77,14 @@ class RadixAttention:
 
 
 class ReqToTokenPool:
-    """A row for each request, and one in front for padding."""
+    """A row for each request, after one for padding."""
 
     def __init__(self, size, max_context_len, device, enable_memory_saver):
         self.req_to_token = torch.zeros(size + 1, max_context_len, dtype=torch.int32)
 
 
 class MHATokenToKVPool:
-    """Keys and values token by token, of one page more than there are tokens."""
+    """A KV pool, token by token, with one page more than its tokens need."""
 
     def __init__(self, size, page_size, dtype, head_num, head_dim, layer_num, device,
                  enable_memory_saver):

@@ -53,7 +53,7 @@ def padded(sequences, capacity):
 
 
 def blocks(cache, size):
-    """The same cut into blocks, which lie in some other order, and their table."""
+    """The cache as shuffled blocks, and their block table."""
     batch, capacity = cache.shape[:2]
     columns = capacity // size
     order = torch.randperm(batch * columns, device=cache.device)

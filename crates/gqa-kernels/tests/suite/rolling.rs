@@ -165,7 +165,7 @@ impl Case {
 
 const UNHELD: u32 = 0xeeee_eeee;
 
-/// The past of every sequence becomes what is left when the token's row has found room.
+/// Checks the kernel that evicts rows to make room for a decode step's new row.
 fn make_room(case: &Case, is_shared: bool) -> Result<(), TestCaseError> {
     let case = Case { q_len: 1, first_prompt: false, clears: !is_shared, ..case.clone() };
     let p = RollingParams { in_place: is_shared.into(), ..case.params(false) };

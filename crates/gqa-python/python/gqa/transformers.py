@@ -21,7 +21,7 @@ _WITHOUT_EFFECT = frozenset(
     write_index
     """.split()
 )
-# Keys of a sparse attention, which only eager's and sdpa's masks have, and blocks of a KV cache.
+# Sparse attention, for which transformers makes masks in eager and sdpa only, and paged KV caches.
 _REFUSED = "indices", "block_indices", "block_table"
 _warned: set[str] = set()
 

@@ -261,8 +261,8 @@ fn arrive_peer(block: &mut Block, address: u32, bytes: u32) -> Checked {
 }
 
 impl Mbarrier {
-    /// Faults if the thread might as well have arrived in the phase before: then that one would
-    /// have one arrival too many, or complete without another thread's.
+    /// Faults if the arrival could also have counted in the preceding phase, which would then have
+    /// one arrival too many, or complete without another thread's.
     fn check_phase(&self, clocks: &Clocks, thread: u32, address: u32) -> Checked {
         let Some(time) = self.phases.checked_sub(1) else { return Ok(()) };
         let before = Stamp { agent: self.agent, time, ..self.initialised };

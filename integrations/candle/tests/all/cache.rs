@@ -243,7 +243,7 @@ fn bad_input_is_refused_by_name_and_changes_nothing() -> Result<()> {
         );
         let text = refusal(cache.attend(&q, &k, &v, &[(first, 2), (first, 3)]));
         assert!(text.ends_with("allowed: each sequence once"), "{text}");
-        // Numbers whose sums wrap: of the call, of a sequence, and of what kernels count.
+        // Lengths that overflow in the call's sum, in a sequence's sum, and in kernels' counts.
         for (batch, most) in [
             (vec![(first, usize::MAX), (second, 6)], usize::MAX),
             (vec![(first, usize::MAX - 4)], usize::MAX - 4),
