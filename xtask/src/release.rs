@@ -100,7 +100,7 @@ mod tests {
         assert!(again.starts_with("v0.2.0: there is a tag"), "{again}");
         fs::write(root.join("CHANGELOG.md"), "").unwrap();
         let dirty = release(&root, "0.3.0").unwrap_err().to_string();
-        assert!(dirty.starts_with("the tree has changes"), "{dirty}");
+        assert!(dirty.starts_with("the tree has uncommitted changes"), "{dirty}");
         fs::remove_dir_all(root).unwrap();
     }
 }
