@@ -46,7 +46,7 @@ pub struct AttentionMask {
 pub enum Cache {
     /// K and V alone.
     None,
-    /// past_key and past_value of so many rows.
+    /// past_key and past_value with that number of rows.
     Past(usize),
     /// K and V are a whole cache; each batch entry has this many valid rows, and NaN in the others.
     Nonpad(Vec<usize>),

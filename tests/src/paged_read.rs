@@ -40,7 +40,7 @@ pub struct PagedReadCase {
     pub counts_new: bool,
     /// A token sees no later one.
     pub causal: bool,
-    /// Values are so many leading elements of the keys.
+    /// Values are this number of leading elements of the keys.
     pub latent: Option<usize>,
     /// Words say which new tokens a token sees.
     pub tree_mask: bool,

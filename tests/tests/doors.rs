@@ -227,12 +227,12 @@ fn held(keys: &[i64], room: usize) -> Vec<f32> {
     keys.iter().flat_map(|&keys| (0..room).map(move |key| of_key(keys, key))).collect()
 }
 
-/// Those of `new` tokens behind so many keys.
+/// Values of `new` tokens after the keys of each sequence.
 fn appended(keys: &[i64], new: usize) -> Vec<f32> {
     keys.iter().flat_map(|&keys| (0..new).map(move |i| (keys + i as i64) as f32 + 1.0)).collect()
 }
 
-/// Keys of 0 and values of these numbers; both are NaN where these are.
+/// Keys of 0 and these values; where a value is NaN, the key is NaN, too.
 fn cache(shape: &[usize], numbers: &[f32]) -> [Tensor; 2] {
     let elements = |number: &f32| [*number; HEADS.size];
     let values: Vec<f32> = numbers.iter().flat_map(elements).collect();

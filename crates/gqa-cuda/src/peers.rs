@@ -37,7 +37,7 @@ impl Exchange {
     /// Most GPUs.
     pub const MOST: usize = RANKS;
 
-    /// Bytes of an inbox for so many GPUs.
+    /// Bytes of an inbox for that number of GPUs.
     pub const fn inbox_bytes(count: usize, capacity: usize) -> usize {
         SLOTS as usize * count * capacity * 16
     }

@@ -330,7 +330,7 @@ families! {
         // Before SM 90 there are no clusters: a block is one, and splits of the keys meet in global
         // memory. `st.async` came after that target. Only some kernels of 64 rows have warpgroup
         // instructions, which no other architecture has.
-        /// A whole decode step: rotation, append, attention by clusters of blocks, merge.
+        /// A whole decode step: rotation, append, attention by clusters of CTAs, merge.
         Decode: "decode", "decode",
             ["sm_80", "sm_90" ptx 81, "sm_90a" ptx 81 => "decode-warpgroup"];
     }

@@ -99,7 +99,7 @@ impl Described {
             true => contiguous(&shape),
             false => numbers(tensor.strides).iter().map(|&n| n as isize).collect(),
         };
-        // The elements begin so many bytes behind the address.
+        // Byte offset of the first element from the address.
         let data = tensor.data.cast::<u8>().wrapping_add(tensor.byte_offset as usize);
         let read_only = flags & dlpack::READ_ONLY != 0;
         let device = (tensor.device_type, tensor.device_id);

@@ -135,7 +135,7 @@ impl Merge {
         Ok(part_shape(dtype, shape, (0, 0, 0))?.pairs().ok())
     }
 
-    /// Bytes of an inbox for so many GPUs and pairs.
+    /// Bytes of an inbox for these numbers of GPUs and pairs.
     #[staticmethod]
     fn inbox_bytes(count: usize, capacity: usize) -> usize {
         Exchange::inbox_bytes(count, capacity)

@@ -20,7 +20,7 @@ pub struct Machine {
     seed: u64,
 }
 
-/// One call in so many runs on the simulator.
+/// One in this number of calls runs on the simulator.
 const SIMULATED: usize = 50;
 /// The most pairs of a query row and a key on the simulator.
 const MOST_PAIRS: usize = 1 << 12;

@@ -235,7 +235,7 @@ fn log(bar: &ProgressBar, line: &str) {
     }
 }
 
-/// One call: measured by so many runs, then so many of its rows checked.
+/// Measures one call in a number of runs, then checks a number of its rows.
 pub fn one(
     machine: &Machine,
     row: &Row,

@@ -9,7 +9,7 @@ use gqa_kernels::params::{PageSteps, Strides};
 use gqa_kernels::registry::{Entry, Role, entries};
 use gqa_tensor::{DType, Error, Result};
 
-/// The tensor from byte `offset` on; null where the call does not have it, or it has no elements.
+/// The tensor from byte `offset` on; null if the call lacks it, or if it has no elements.
 pub(super) fn tensor(problem: &Problem, id: TensorId, offset: usize) -> Arg {
     match id.spec(problem) {
         Some(spec) if !spec.is_empty() => Arg::Tensor { id, offset },
@@ -45,7 +45,7 @@ fn in_units(problem: &Problem, strides: RowStrides, unit: usize) -> Strides {
     Strides { batch, head, row }
 }
 
-/// Rows of a block as kernels have it: where rows are consecutive, a sequence is one block.
+/// Rows of a block for kernels. In a cache of consecutive rows a sequence is one block.
 pub(super) fn block_rows(pages: Pages) -> Result<u32> {
     match pages.consecutive {
         true => Ok(CONSECUTIVE),

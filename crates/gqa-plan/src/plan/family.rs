@@ -110,7 +110,7 @@ pub(super) struct Kernel {
     pub(super) entry: &'static Entry,
     /// Number of KV splits.
     pub(super) splits: u32,
-    /// Blocks of a cluster.
+    /// CTAs of a cluster.
     pub(super) cluster: u32,
     /// CTA slots for each KV head and row tile, among which the lengths on the device divide the
     /// keys of all sequences; 0: equal splits of each sequence.

@@ -33,7 +33,7 @@ impl MoveShape {
         }
     }
 
-    /// Columns that so many registers of a thread cover.
+    /// Columns that this number of registers of a thread covers.
     fn columns(self, registers: u32) -> u32 {
         match self {
             Self::Lanes32Bits32 => registers,
@@ -52,7 +52,7 @@ impl MoveShape {
         }
     }
 
-    /// Whether a thread can have so many registers.
+    /// Whether the shape exists with that number of registers per thread.
     fn has(self, registers: u32) -> bool {
         let least = if self == Self::Lanes32Bits32 { 1 } else { 4 };
         registers.is_power_of_two() && (least..=128).contains(&registers)

@@ -33,7 +33,7 @@ fn sync_cluster() {
     cluster_wait();
 }
 
-/// Byte `i` of the block's memory.
+/// Byte `i` of the CTA's shared memory.
 fn at(i: u32) -> u32 {
     shared_base() + i
 }

@@ -23,7 +23,7 @@ fn fault(threads: u32, kernel: impl Fn() + Sync) -> FaultKind {
     run(threads, kernel).expect_err("the kernel breaks a rule").kind
 }
 
-/// Byte `i` of the block's memory.
+/// Byte `i` of the CTA's shared memory.
 fn at(i: u32) -> u32 {
     shared_base() + i
 }

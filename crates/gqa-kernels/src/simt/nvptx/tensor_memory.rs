@@ -21,7 +21,7 @@ unsafe extern "C" {
 }
 
 /// Allocates `columns` columns of tensor memory, a power of two from 32 to 512, and writes their
-/// address to shared memory. By one warp, which waits until so many are free.
+/// address to shared memory. One warp executes it, and waits until that many are free.
 #[inline(always)]
 pub fn tcgen05_alloc(place: u32, columns: u32) {
     // SAFETY: four aligned bytes of the CTA's shared memory; kernels call this in warp-uniform

@@ -9,7 +9,7 @@ use gqa_kernels::registry::{Entry, entries};
 use gqa_sim::{Arg, Report};
 use proptest::test_runner::TestCaseError;
 
-/// Runs the kernel in so many splits, and the merge where there is more than one. Returns the
+/// Runs the kernel with a number of splits, and the merge if there is more than one. Returns the
 /// kernel's report.
 pub fn run_in_splits<T: MmaElement>(
     case: &Case,

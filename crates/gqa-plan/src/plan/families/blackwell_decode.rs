@@ -26,7 +26,7 @@ pub(super) struct BlackwellDecode {
     pub(super) paged: bool,
 }
 
-/// Most blocks of a cluster that the planner chooses: GPUs need not have room for larger ones.
+/// The largest cluster that the planner chooses: GPUs need not have room for larger ones.
 const MOST_RANKS: u32 = 8;
 
 impl Family for BlackwellDecode {
