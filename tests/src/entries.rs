@@ -2,13 +2,13 @@
 
 use crate::parity::{self, SEED};
 use crate::{
-    AttentionCase, Case, Parity, any_dtype, attention_case, biased_prompts, case, external,
-    float8_prompts, half_dtype, heads_up_to, latent, latent_in_float8, latent_in_place,
+    AttentionCase, Case, DECODE_KERNELS, Parity, any_dtype, attention_case, biased_prompts, case,
+    external, float8_prompts, half_dtype, heads_up_to, latent, latent_in_float8, latent_in_place,
     packed_rows, padded, paged, paged_prompts, paged_steps, prompts, quantized, quantized_output,
     quantized_prompts, quantized_steps, sliding, steps, tree_steps, trees, wide,
 };
 use gqa_host::backend::Backend;
-use gqa_host::plan::{DeviceInfo, PlanOptions, plan};
+use gqa_host::plan::{Arg, DeviceInfo, Launch, Plan, PlanOptions, plan};
 use gqa_host::{DType, Problem};
 use gqa_kernels::registry::{Entry, Family, Role, entries};
 use proptest::prelude::*;
@@ -56,7 +56,8 @@ pub fn every_entry(
     let runs =
         |entry: &Entry| entry.runs_on(device.sm) && entry.shared_bytes <= device.shared_bytes;
     let wanted = |entry: &&Entry| runs(entry) && is_wanted(entry);
-    let mut left: Vec<_> = entries().filter(wanted).map(|entry| (entry, calls)).collect();
+    let over = |entry| caches(entry).iter().map(move |cache| (entry, *cache, calls));
+    let mut left: Vec<_> = entries().filter(wanted).flat_map(over).collect();
     let kernels = left.len();
     let (mut runner, strategy) = (TestRunner::new(config), any_call());
     for _ in 0..DRAWS * calls {
@@ -66,13 +67,16 @@ pub fn every_entry(
             continue;
         }
         let judge = LazyCell::new(|| call.judge());
-        for (entry, calls) in &mut left {
+        for (entry, cache, calls) in &mut left {
             // Kernels with float8 products are compared in calls that allow them, which have wider
             // bounds; all other kernels in the other calls.
             if problem.float8_products != (entry.family == Family::HopperFloat8) {
                 continue;
             }
-            let reaches = |options: &PlanOptions| plan(&problem, device, options).is_ok();
+            let is_over = |plan: &Plan| cache.is_none_or(|paged| reads_blocks(plan) == paged);
+            let reaches = |options: &PlanOptions| {
+                plan(&problem, device, options).is_ok_and(|plan| is_over(&plan))
+            };
             if let Some(options) = forcing(entry).into_iter().find(reaches) {
                 let judge = judge.as_ref().map_err(String::clone);
                 let result = judge.and_then(|judge| judge(&*backend(options)));
@@ -82,13 +86,34 @@ pub fn every_entry(
                 *calls -= 1;
             }
         }
-        left.retain(|(_, calls)| *calls > 0);
+        left.retain(|(.., calls)| *calls > 0);
         if left.is_empty() {
             println!("{name}: {calls} calls of each of {kernels} kernels");
             return;
         }
     }
     panic!("{name}, {SEED}={seed}: of these kernels fewer than {calls} calls ran: {left:?}");
+}
+
+/// Whether an entry is to run over paged KV caches, or contiguous ones: each of both where one text
+/// takes both; `None`: any.
+fn caches(entry: &Entry) -> &'static [Option<bool>] {
+    match entry.family {
+        Family::Decode | Family::DecodeQuantized if entry.head_size.is_power_of_two() => {
+            &[Some(false), Some(true)]
+        }
+        _ => &[None],
+    }
+}
+
+/// Whether a decode step of the plan reads blocks where they are.
+fn reads_blocks(plan: &Plan) -> bool {
+    let is_step = |launch: &&Launch| DECODE_KERNELS.contains(&launch.entry().family);
+    let has_table = |launch: &Launch| {
+        let names = launch.entry().arguments.iter().zip(launch.args());
+        names.into_iter().any(|(name, arg)| *name == "block_table" && *arg != Arg::Null)
+    };
+    plan.launches().iter().filter(is_step).any(has_table)
 }
 
 /// Options under which a plan uses `entry` or fails. Some prologues do not lead to any kernel of

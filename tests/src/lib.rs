@@ -6,6 +6,7 @@ mod attention;
 mod call;
 mod case;
 mod compare;
+mod divided;
 mod entries;
 mod external;
 mod hostile;
@@ -28,6 +29,7 @@ pub use case::{
     tall_steps, turned_float8_prompts, with_row_scales,
 };
 pub use compare::{Errors, Tolerance, compare};
+pub use divided::Divided;
 pub use entries::{every_entry, float8_kernels, is_of_attention};
 pub use external::{ExternalCase, external};
 pub use hostile::hostile;

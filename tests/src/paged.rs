@@ -172,7 +172,7 @@ fn mixed(
 }
 
 /// Kernels for sequences of few tokens.
-pub const DECODE_KERNELS: [Family; 2] = [Family::DecodePaged, Family::DecodePagedQuantized];
+pub const DECODE_KERNELS: [Family; 2] = [Family::Decode, Family::DecodeQuantized];
 /// Prefill kernels that can start before the decode kernel.
 pub const PREFILL_KERNELS: [Family; 2] = [Family::HopperPaged, Family::HopperPagedQuantized];
 

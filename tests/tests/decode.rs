@@ -5,8 +5,11 @@ use gqa_host::backend::sim::Sim;
 use gqa_host::backend::{Backend, Io};
 use gqa_host::plan::{DeviceInfo, PlanOptions, plan};
 use gqa_host::{Problem, Result};
-use gqa_kernels::params::DecodeParams;
-use gqa_tests::{Case, Parity, paged_steps, parity, sequences, steps, tall_steps};
+use gqa_kernels::params::PagedDecodeParams;
+use gqa_tests::{
+    Case, Divided, Parity, paged_steps, parity, quantized, sequences, slow_device, steps,
+    tall_steps,
+};
 use proptest::strategy::Strategy;
 
 fn clusters(cluster: u32, splits: u32) -> Sim {
@@ -67,7 +70,7 @@ fn rows_among_keys_asked_for_ahead_are_appended_when_all_ranks_have_read() {
         let last = plan.launches().last().unwrap();
         // Another kernel has other parameters.
         last.entry().name.starts_with("gqa_decode_")
-            && bytemuck::pod_read_unaligned::<DecodeParams>(last.params()).ahead == 1
+            && bytemuck::pod_read_unaligned::<PagedDecodeParams>(last.params()).decode.ahead == 1
     };
     let steps = steps.prop_filter("length first", asks_ahead);
     parity("sim, keys asked for ahead", 30, steps, &clusters(2, 1));
@@ -77,6 +80,36 @@ fn rows_among_keys_asked_for_ahead_are_appended_when_all_ranks_have_read() {
 fn decode_is_reference_in_several_clusters() {
     parity("sim, 5 clusters of 1", 40, steps(300), &clusters(1, 5));
     parity("sim, 3 clusters of 4", 20, steps(300), &clusters(4, 3));
+}
+
+/// With places for many parts of each sequence, and with more sequences than places.
+#[test]
+fn decode_is_reference_where_lengths_divide_the_keys() {
+    // Where a GPU has clusters, few sequences keep these.
+    let ampere = |multiprocessors| DeviceInfo { sm: 80, ..slow_device(multiprocessors) };
+    let small = DeviceInfo { shared_bytes: 99 << 10, ..ampere(8) };
+    for device in [slow_device(2), ampere(8), ampere(132), small] {
+        let name = format!("{} SMs of {}", device.multiprocessors, device.sm);
+        let divided = Divided::new(device);
+        let several = steps(900).prop_filter("several sequences", |case| case.past.len() > 1);
+        let codes = quantized(several.clone().boxed());
+        parity(&format!("sim, by lengths, {name}"), 20, divided.cases(several.boxed()), &divided);
+        parity(&format!("sim, codes by lengths, {name}"), 8, divided.cases(codes), &divided);
+    }
+}
+
+/// Sequences that are empty, of one key, and around the bounds of tiles and parts.
+#[test]
+fn lengths_at_bounds_divide_the_keys() {
+    let divided = Divided::new(slow_device(8));
+    let bounds = steps(1).prop_map(|case| Case {
+        past: vec![0, 1, 15, 16, 31, 32, 33, 127, 128, 900],
+        tokens: None,
+        first_prompt: false,
+        kv_heads: 1 + case.kv_heads % 2,
+        ..case
+    });
+    parity("sim, bounds of parts", 30, divided.cases(bounds.boxed()), &divided);
 }
 
 fn on(name: &str) -> Sim {

@@ -139,7 +139,6 @@ fn large_heads() {
 }
 
 const DECODE: [Family; 2] = [Family::Decode, Family::DecodeQuantized];
-const PAGED_DECODE: [Family; 2] = [Family::DecodePaged, Family::DecodePagedQuantized];
 const HOPPER: [Family; 7] = [
     Family::Hopper,
     Family::HopperMasked,
@@ -178,14 +177,10 @@ fn is_short(p: &Problem) -> bool {
     is_full || p.batch * p.q_heads * p.q_len * p.total_len * p.head_size <= MOST_PRODUCTS
 }
 
+/// Over contiguous and over paged KV caches.
 #[test]
 fn every_kernel_of_decode() {
     every_kernel("decode", |family| DECODE.contains(&family));
-}
-
-#[test]
-fn every_kernel_of_paged_decode() {
-    every_kernel("paged decode", |family| PAGED_DECODE.contains(&family));
 }
 
 #[test]
@@ -210,7 +205,7 @@ fn every_kernel_of_decode_with_tensor_memory() {
 
 #[test]
 fn every_kernel_of_other_families() {
-    let others = [&DECODE[..], &PAGED_DECODE, &HOPPER].concat();
+    let others = [&DECODE[..], &HOPPER].concat();
     every_kernel("others", |family| !others.contains(&family));
 }
 

@@ -557,7 +557,7 @@ fn explain_tells_how_a_cache_slides() -> Result {
 fn explain_tells_what_reads_blocks() -> Result {
     let step = words("explain --batch 8 --past-length 5000 --block-size 64 --rotary half")?;
     assert_eq!(step.code, Some(0), "{}", step.stderr);
-    assert!(step.stdout.contains("chosen: gqa_decode_paged_bf16_d128_r8"), "{}", step.stdout);
+    assert!(step.stdout.contains("chosen: gqa_decode_bf16_d128_r8"), "{}", step.stdout);
     let prompt = words("explain --query-length 512 --block-size 64")?;
     assert!(prompt.stdout.contains("chosen: gqa_hopper_paged_bf16_d128"), "{}", prompt.stdout);
     let ampere = words("explain --query-length 512 --block-size 16 --device a100")?;
@@ -566,7 +566,7 @@ fn explain_tells_what_reads_blocks() -> Result {
     assert!(odd.stdout.contains("gqa_paged_gather"), "{}", odd.stdout);
     let call = "explain --batch 32 --query-length 512 --past-length 3584";
     let mixed = words(&format!("{call} --block-size 64 --tokens 543"))?;
-    let (prompt, token) = ("hopper_paged_bf16_d128:", "decode_paged_bf16_d128_r8_w4:");
+    let (prompt, token) = ("hopper_paged_bf16_d128:", "decode_bf16_d128_r8_w4:");
     for kernel in [prompt, token, "concurrent with the preceding launch"] {
         assert!(mixed.stdout.contains(kernel), "{}", mixed.stdout);
     }

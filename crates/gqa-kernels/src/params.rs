@@ -759,7 +759,7 @@ pub struct QuantizedPagedHopperParams {
 
 layer!(QuantizedPagedHopperParams fixes format, scales; paged in PagedHopperParams);
 
-/// Scalars of the decode kernels.
+/// Scalars of a decode step.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 pub struct DecodeParams {
@@ -803,18 +803,19 @@ layer!(
     AttentionParams; rotary in RotaryParams
 );
 
-/// Scalars of the decode kernels over a paged KV cache, quantized or not.
+/// Scalars of the decode kernels, and where sequences are in a paged KV cache.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 pub struct PagedDecodeParams {
-    /// The step: `q_len` is the most tokens of a sequence in this launch; batch strides and `ahead`
-    /// are 0.
+    /// The step. Over blocks `q_len` is the most tokens of a sequence in this launch; batch strides
+    /// and `ahead` are 0.
     pub decode: DecodeParams,
     /// How far rows of the cache are apart.
     pub steps: PageSteps,
     /// Blocks of a sequence: columns of block_table.
     pub per_sequence: u32,
-    /// Logarithm of a block's rows, 16 or more.
+    /// Logarithm of a block's rows, 16 or more; [`CONTIGUOUS`](crate::concept::pages::CONTIGUOUS):
+    /// the cache is contiguous, and what follows is 0.
     pub log_block_size: u32,
     /// Blocks of the cache.
     pub blocks: u32,
@@ -826,9 +827,10 @@ pub struct PagedDecodeParams {
     pub counts_new: u32,
 }
 
+// In a contiguous cache heads are as far apart as it has rows, which may change.
 layer!(
-    PagedDecodeParams fixes steps, log_block_size, counts_new; decode in DecodeParams;
-    decode.attention.k in Strides; decode.attention.v in Strides
+    PagedDecodeParams fixes steps, log_block_size, counts_new, decode.attention.k.row,
+    decode.attention.v.row; decode in DecodeParams
 );
 
 /// Scalars of `decode_schedule`.

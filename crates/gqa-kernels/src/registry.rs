@@ -252,7 +252,6 @@ pub use family::{Target, number, runs_on};
 mod blackwell;
 mod blackwell_decode;
 mod decode;
-mod decode_paged;
 mod decode_quantized;
 mod general;
 mod hopper;
@@ -337,14 +336,6 @@ families! {
     decode_quantized {
         /// The same over a quantized KV cache.
         DecodeQuantized: "decode_quantized", "decode-quantized", ["sm_80" ptx 78, "sm_90" ptx 81];
-    }
-    decode_paged {
-        /// The same over a paged KV cache.
-        DecodePaged: "decode_paged", "decode-paged",
-            ["sm_80", "sm_90" ptx 81, "sm_90a" ptx 81 => "decode-paged-warpgroup"];
-        /// The same over a paged and quantized KV cache.
-        DecodePagedQuantized: "decode_paged_quantized", "decode-paged-quantized",
-            ["sm_80" ptx 78, "sm_90" ptx 81];
     }
     blackwell_decode {
         /// Decode with tensor memory, behind a launch that rotates and appends.

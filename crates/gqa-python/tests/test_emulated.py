@@ -714,9 +714,9 @@ class Emulated(Cases, unittest.TestCase):
         lengths = {"block_table": table, "cache_seqlens": torch.tensor([4096, 7]).int()}
         cached = gqa.flash_attn_with_kvcache
         for named, call in (
-            ("gqa_decode_paged_bf16", lambda: gqa.flash_attn_func(q, k, v)),
+            ("gqa_decode_bf16", lambda: gqa.flash_attn_func(q, k, v)),
             ("gqa_decode_bf16", lambda: gqa.flash_attn_func(q, *heads_first)),
-            ("gqa_decode_paged_bf16", lambda: cached(q, *blocks, **lengths)),
+            ("gqa_decode_bf16", lambda: cached(q, *blocks, **lengths)),
         ):
             kernels = self.kernels(call)
             self.assertEqual([name.startswith(named) for name in kernels], [True], kernels)

@@ -112,19 +112,11 @@ mod tests {
         for (device, wanted) in [
             (
                 "h200",
-                "Decode DecodePaged DecodePagedQuantized DecodeQuantized Hopper HopperFloat8 \
-                 HopperPaged HopperPagedQuantized HopperQuantized HopperWide Prologue TiledF32",
+                "Decode DecodeQuantized Hopper HopperFloat8 HopperPaged HopperPagedQuantized \
+                 HopperQuantized HopperWide Prologue TiledF32",
             ),
-            (
-                "a100",
-                "Decode DecodePaged DecodePagedQuantized DecodeQuantized Prologue Tiled TiledF32 \
-                 TiledPaged TiledWide",
-            ),
-            (
-                "b200",
-                "Blackwell BlackwellPaged Decode DecodePaged DecodePagedQuantized DecodeQuantized \
-                 Prologue TiledF32 TiledWide",
-            ),
+            ("a100", "Decode DecodeQuantized Prologue Tiled TiledF32 TiledPaged TiledWide"),
+            ("b200", "Blackwell BlackwellPaged Decode DecodeQuantized Prologue TiledF32 TiledWide"),
             ("thor", "TiledTma"),
             ("b300", "BlackwellDecode BlackwellDecodePaged Decode Prologue"),
             ("t4", "General Prologue SplitKv Tiled"),

@@ -170,7 +170,7 @@ fn trees_of_drafts_take_decode_kernels_or_a_mask_over_all_keys() {
     let paged = layer().paged(call).unwrap();
     assert_eq!(kernels("h200", dense(layer(), 4).unwrap()).1, ["gqa_decode_bf16_d128_r16"]);
     assert_eq!(kernels("h200", dense(layer(), 16).unwrap()).1, ["gqa_decode_bf16_d128_r64"]);
-    assert_eq!(kernels("h200", paged.clone()).1, ["gqa_decode_paged_bf16_d128_r32"]);
+    assert_eq!(kernels("h200", paged.clone()).1, ["gqa_decode_bf16_d128_r32"]);
     assert_eq!(kernels("a100", dense(layer(), 4).unwrap()).1, ["gqa_decode_bf16_d128_r16"]);
     let of_size = |size| Layer::new(DType::BF16, Heads { size, ..HEADS });
     let other = kernels("h200", dense(of_size(80), 16).unwrap()).1;

@@ -240,11 +240,10 @@ fn folded_kernels() -> BTreeSet<(&'static str, &'static str, String)> {
 /// Folded kernels that lack a few registers on a GPU, and the most bytes that they spill there,
 /// stored and loaded together. `paged_gaps` computes rows that hardly any call has, and
 /// `hopper_paged_split` spills in the warps that copy, which have 40 registers.
-const SPILLS: [(&str, &str, u32); 5] = [
+const SPILLS: [(&str, &str, u32); 4] = [
     ("gqa_paged_gaps_bf16", "sm_80", 84),
     ("gqa_paged_gaps_bf16", "sm_90a", 72),
     ("gqa_decode_i4_bf16_d256_r16", "sm_90a", 40),
-    ("gqa_decode_paged_i4_bf16_d256_r16", "sm_90a", 40),
     ("gqa_hopper_paged_split_bf16_d256", "sm_90a", 24),
 ];
 

@@ -110,7 +110,6 @@ fn right_kernels_agree_with_simpler_ones_and_wrong_results_are_found() {
         "blackwell_decode_paged",
         "blackwell_paged",
         "decode",
-        "decode_paged",
         "decode_quantized",
         "tiled",
         "tiled_f32",

@@ -69,7 +69,7 @@ mod merge;
 mod softmax;
 mod work;
 
-use crate::attention::decode::{Blocks, Layout as Sequences, SideBySide};
+use crate::attention::decode::Layout as Sequences;
 use crate::attention::out::Results;
 use crate::num::{MmaElement, e4m3};
 use crate::params::{DecodeParams, PagedDecodeParams};
@@ -226,7 +226,7 @@ impl<const HEAD: u32, C: Operands> BlackwellDecode<HEAD, C> {
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn contiguous<T: MmaElement>(call: Call<T>) {
-        Self::step::<T, _, false>(call, SideBySide, |_| Pages::none());
+        Self::step::<T, false>(call, Sequences::contiguous(), |_| Pages::none());
     }
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
@@ -236,16 +236,16 @@ impl<const HEAD: u32, C: Operands> BlackwellDecode<HEAD, C> {
         block_table: Global<i32>,
         p: &PagedDecodeParams,
     ) {
-        Self::step::<T, _, true>(call, Blocks::new(starts, block_table, p), |batch| {
+        Self::step::<T, true>(call, Sequences::new(starts, block_table, p), |batch| {
             let entries = block_table.offset((batch * p.per_sequence) as usize);
             Pages::new(entries, p.log_block_size, p.blocks)
         });
     }
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn step<T: MmaElement, L: Sequences, const PAGED: bool>(
+    fn step<T: MmaElement, const PAGED: bool>(
         call: Call<T>,
-        sequences: L,
+        sequences: Sequences,
         pages: impl Fn(u32) -> Pages,
     ) {
         let Call { maps, seqlens, queries, to, p } = call;

@@ -59,10 +59,12 @@
 //! masked, like all keys that no query sees. If a row that the call appends may be among them, it
 //! is appended after all ranks have read.
 //!
-//! In a contiguous cache the keys of a head lie side by side, and so do its values.
+//! **One text for two caches** (`layout.rs`): a parameter says whether the cache is contiguous or
+//! consists of blocks. It becomes a constant when a plan is loaded, and the assembler drops the code
+//! for the other cache. In a contiguous cache the keys of a head lie side by side, and so do its
+//! values.
 //!
-//! **Over a paged KV cache** the block table says where the rows of each tile are (`layout.rs`).
-//! The tokens of all sequences are packed one after the other. A CTA whose row tile has no tokens
+//! **Over a paged KV cache** the block table says where the rows of each tile are. The tokens of all sequences are packed one after the other. A CTA whose row tile has no tokens
 //! ends at once: its sequence has fewer, or another launch attends to it. Where the table points
 //! outside of the cache, nothing is read or written, and the keys are masked, new ones too.
 //!
@@ -98,7 +100,7 @@ mod tree;
 
 pub use cached::Cached;
 pub use division::{MOST_DIVIDED, Part, divides, shortest_part};
-pub use layout::{Blocks, Heads, Layout, Padded, SideBySide, Whole};
+pub use layout::{Heads, Layout, Padded, Whole};
 pub use products::{Mma, Products, Wgmma};
 pub use quantized::{Codes, Coding};
 pub use schedule::{
@@ -147,6 +149,12 @@ pub struct Decode<
     H = Whole,
     P = Mma,
 >(PhantomData<(H, P)>);
+
+/// Whether kernels read caches that consist of blocks, with rows of `units` 16-byte units: where a
+/// lane copies the same unit of each of its rows.
+pub const fn takes_blocks(units: u32) -> bool {
+    units.is_power_of_two()
+}
 
 /// Clusters per split of a call with row tiles of `rows` rows.
 pub fn clusters(p: &AttentionParams, rows: u32) -> u32 {
@@ -313,6 +321,8 @@ impl<
     const STAGE_BYTES: u32 = 2 * Self::tile_bytes(Self::KEYS, UNITS);
     /// Columns in 16 bytes of a row of the cache.
     const PER_UNIT: u32 = Self::HEAD_SIZE / UNITS as u32;
+    /// Whether the cache may consist of blocks.
+    const TAKES_BLOCKS: bool = takes_blocks(UNITS as u32);
     /// Whether the cache holds quantized values.
     const IS_QUANTIZED: bool = UNITS < D8;
     /// New keys and values before they are encoded.
@@ -338,12 +348,12 @@ impl<
         if P::IN_CHUNKS { chunked_bytes(rows, units) } else { swizzled_bytes(rows, units) }
     }
 
-    /// The body of all entries. `C` is the type of the cache, `L` where its rows lie.
+    /// The body of all entries. `C` is the type of the cache.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn step<C: Cached, L: Layout>(
+    fn step<C: Cached>(
         new_tokens: NewTokens<C>,
         seqlens: Seqlens,
-        layout: L,
+        layout: Layout,
         output: Output<C::Element>,
         splits: Splits,
         schedule: Schedule,
@@ -351,29 +361,28 @@ impl<
         p: DecodeParams,
     ) {
         let place = Place::new(&p);
-        let layout = H::over(layout, &p.attention, Self::PER_UNIT);
         let prefetches = Self::LOADS_KEYS_EARLY && p.overlap == overlap::CACHE;
-        if Self::overlaps::<L>(&p) {
+        if p.overlap == overlap::ALL {
             if Self::waits_for_overlapped(&p) {
                 return;
             }
         } else if !prefetches {
             Self::wait_for_launch_before(place);
         }
-        let place = if Self::divides::<L>(&p) {
+        let place = if Self::divides(&p) {
             let Some(part) = Self::part_of(&p, layout, seqlens, schedule) else { return };
             part
         } else {
             place
         };
         // `part_of` has saved the place of a part.
-        if Self::keeps_place::<L>() && !Self::divides::<L>(&p) {
+        if Self::keeps_place() && !Self::divides(&p) {
             Self::save_place(place);
         }
         let loaded = Self::load_length(seqlens, place, p.attention.q_len);
         let a = &p.attention;
         let mut rows = Self::rows(a, place, layout);
-        if L::MAY_BE_EMPTY && rows.count() == 0 {
+        if layout.is_paged() && rows.count() == 0 {
             return;
         }
         let (channels, other) = if H::PAD { (a.head_size, 1.0) } else { (Self::HEAD_SIZE, 0.0) };
@@ -405,16 +414,16 @@ impl<
         };
         let staging = ScaleStaging::at(Self::SCALES, Self::HEAD_SIZE);
         let opening = Opening { p: &p, place, new_tokens: &new_tokens, tiles: &tiles, prefetches };
-        let cache_first = Self::takes_cache_first::<L>(&p, place);
+        let cache_first = Self::takes_cache_first(&p, place);
         let ahead = Self::LOADS_KEYS_EARLY && p.ahead != 0 && !cache_first;
         if ahead {
             Self::start_ahead(&p, place, &cache);
         }
         if !cache_first {
-            Self::start_queries::<_, H::Over<L>>(&opening, &rows);
+            Self::start_queries(&opening, &rows);
         }
         rows.seqlen = layout.seqlen(a, &rows, Self::length(seqlens, loaded, a.q_len));
-        let range = KvRange::new::<H::Over<L>>(&p, &rows, place, Self::KEYS, tree);
+        let range = KvRange::new(&p, &rows, place, Self::KEYS, layout, tree);
         let (rotations, lacks_rows) = if cache_first {
             Self::start_cache_first(&opening, &rows, &range, &cache)
         } else {
@@ -437,7 +446,7 @@ impl<
             // Not through `append_early`: the compiler would order the code before it differently,
             // which costs a step over a paged KV cache 0.2 us.
             if !Self::IS_QUANTIZED && place.appends(&p) && !Self::appends_late(&p, &rows, place) {
-                new_tokens.append(&p, &rows, &tiles, layout, staging, Self::BLOCK);
+                new_tokens.append::<H, _, _>(&p, &rows, &tiles, layout, staging, Self::BLOCK);
             }
         }
         if Self::IN_TEAMS {
@@ -459,46 +468,42 @@ impl<
         let (place, rows) = Self::recompute(&p, place, rows, layout);
         let buffer = ReductionBuffer::<D8>::new(&rows, place);
         if place.ranks == 1 {
-            Self::finish_alone::<H::Over<L>, _>(&p, &rows, place, output, splits);
+            Self::finish_alone(&p, &rows, place, output, splits);
         } else {
             Self::send(&rows, buffer);
             if Self::appends_late(&p, &rows, place) {
                 cluster_arrive();
                 cluster_wait();
                 if place.appends(&p) {
-                    new_tokens.append(&p, &rows, &tiles, layout, staging, Self::BLOCK);
+                    new_tokens.append::<H, _, _>(&p, &rows, &tiles, layout, staging, Self::BLOCK);
                 }
             }
         }
         // With enough threads each takes one column, which has the lower latency. Otherwise each
         // takes eight columns of a row, and computes the row's merge factors once.
         if buffer.has_few_units(Self::THREADS) {
-            Self::finish::<H::Over<L>, C::Element, 1>(&p, &rows, buffer, output, splits);
+            Self::finish::<C::Element, 1>(&p, &rows, buffer, output, splits);
         } else {
-            Self::finish::<H::Over<L>, C::Element, 8>(&p, &rows, buffer, output, splits);
+            Self::finish::<C::Element, 8>(&p, &rows, buffer, output, splits);
         }
     }
 
     /// Starts copying the queries, after the launch before this one has written them.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn start_queries<C: Cached, L: Layout>(opening: &Opening<C, D8, UNITS>, rows: &Rows) {
+    fn start_queries<C: Cached>(opening: &Opening<C, D8, UNITS>, rows: &Rows) {
         if opening.prefetches {
             Self::wait_for_launch_before(opening.place);
         }
         let (p, tiles) = (opening.p, opening.tiles);
-        opening.new_tokens.copy_queries::<L, _, _>(p, rows, tiles, Self::ROWS, Self::THREADS);
+        opening.new_tokens.copy_queries::<H, _, _>(p, rows, tiles, Self::ROWS, Self::THREADS);
     }
 
     /// Starts copying the new keys and values if this rank attends to them, as one copy group.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn start_new_tokens<C: Cached, L: Layout>(
-        opening: &Opening<C, D8, UNITS>,
-        rows: &Rows,
-        range: &KvRange,
-    ) {
+    fn start_new_tokens<C: Cached>(opening: &Opening<C, D8, UNITS>, rows: &Rows, range: &KvRange) {
         if range.has_new_tokens {
             let (p, tiles) = (opening.p, opening.tiles);
-            opening.new_tokens.copy_new::<L, _, _>(p, rows, tiles, Self::KEYS, Self::THREADS);
+            opening.new_tokens.copy_new::<H, _, _>(p, rows, tiles, Self::KEYS, Self::THREADS);
         }
         cp_async_commit();
     }
@@ -506,18 +511,18 @@ impl<
     /// Starts the copies of the first cache tiles, then of queries and new tokens. Also returns
     /// whether this lane has found a row without a block.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn start_cache_first<C: Cached, L: Layout>(
+    fn start_cache_first<C: Cached>(
         opening: &Opening<C, D8, UNITS>,
         rows: &Rows,
         range: &KvRange,
-        cache: &Cache<C, L, UNITS>,
+        cache: &Cache<C, UNITS>,
     ) -> (Rotations<C::Element>, bool) {
         let lacks_rows = Self::start(range, cache, false)
             | Self::new_row_is_nowhere(opening.p, rows, range, cache.layout);
         let rotations =
             opening.new_tokens.rotations(opening.p, rows, opening.tiles, range.has_new_tokens);
-        Self::start_queries::<_, L>(opening, rows);
-        Self::start_new_tokens::<_, L>(opening, rows, range);
+        Self::start_queries(opening, rows);
+        Self::start_new_tokens(opening, rows, range);
         // Keeps the cp.async group numbering: as if the first tiles followed the new tokens.
         (0..2 * STAGES).for_each(|_| cp_async_commit());
         (rotations, lacks_rows)
@@ -526,14 +531,14 @@ impl<
     /// Starts the copies of the new tokens, then of the first cache tiles, except for keys that
     /// `start_ahead` has started. Also returns whether this lane has found a row without a block.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn start_new_tokens_first<C: Cached, L: Layout>(
+    fn start_new_tokens_first<C: Cached>(
         opening: &Opening<C, D8, UNITS>,
         rows: &Rows,
         range: &KvRange,
-        cache: &mut Cache<C, L, UNITS>,
+        cache: &mut Cache<C, UNITS>,
         ahead: bool,
     ) -> (Rotations<C::Element>, bool) {
-        Self::start_new_tokens::<_, L>(opening, rows, range);
+        Self::start_new_tokens(opening, rows, range);
         let rotations =
             opening.new_tokens.rotations(opening.p, rows, opening.tiles, range.has_new_tokens);
         if !Self::LOADS_KEYS_EARLY {
@@ -548,8 +553,8 @@ impl<
     /// CTAs share an SM, because the other one reads while this one prepares the new tokens, and
     /// slower where a CTA is alone.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn takes_cache_first<L: Layout>(p: &DecodeParams, place: Place) -> bool {
-        let is_later = if Self::divides::<L>(p) {
+    fn takes_cache_first(p: &DecodeParams, place: Place) -> bool {
+        let is_later = if Self::divides(p) {
             parts::block(p) >= p.at_a_time
         } else {
             place.index * p.splits + place.split >= p.at_a_time
@@ -569,17 +574,17 @@ impl<
 
     /// Appends the new tokens if this CTA has them, unless [`appends_late`](Self::appends_late).
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn append_early<C: Cached, L: Layout>(
+    fn append_early<C: Cached>(
         p: &DecodeParams,
         rows: &Rows,
         place: Place,
         new_tokens: &NewTokens<C>,
         tiles: &Tiles<C, D8, UNITS>,
-        layout: L,
+        layout: Layout,
         staging: ScaleStaging,
     ) {
         if place.appends(p) && !Self::appends_late(p, rows, place) {
-            new_tokens.append(p, rows, tiles, layout, staging, Self::BLOCK);
+            new_tokens.append::<H, _, _>(p, rows, tiles, layout, staging, Self::BLOCK);
         }
     }
 
@@ -607,12 +612,6 @@ impl<
         }
     }
 
-    /// Whether this launch may run beside the one before it.
-    #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn overlaps<L: Layout>(p: &DecodeParams) -> bool {
-        L::MAY_OVERLAP && p.overlap == overlap::ALL
-    }
-
     /// In a launch that overlaps the one before it: lets the next launch start, and returns whether
     /// this CTA has no work. One CTA without work waits for the launch before, so that the next
     /// launch finds both ended: waiting at the end of a CTA with work would take registers.
@@ -630,16 +629,11 @@ impl<
     /// Place and rows, recomputed to avoid spills across the mainloop where it
     /// [leaves no registers](Self::FORGETS).
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn recompute<L: Layout>(
-        p: &DecodeParams,
-        place: Place,
-        rows: Rows,
-        layout: L,
-    ) -> (Place, Rows) {
+    fn recompute(p: &DecodeParams, place: Place, rows: Rows, layout: Layout) -> (Place, Rows) {
         if !Self::FORGETS {
             return (place, rows);
         }
-        let place = match Self::keeps_place::<L>() {
+        let place = match Self::keeps_place() {
             true => Self::saved_place(),
             false => Place::at(p, [block_idx_x(), block_idx_y(), block_idx_z()].map(opaque)),
         };
@@ -650,7 +644,7 @@ impl<
 
     /// The query rows of a CTA, before the length of the sequence is known.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn rows<L: Layout>(a: &AttentionParams, place: Place, layout: L) -> Rows {
+    fn rows(a: &AttentionParams, place: Place, layout: Layout) -> Rows {
         let all = Rows::of(a, place.row_tile, place.kv_head, place.batch, Self::ROWS);
         layout.rows(a, all)
     }

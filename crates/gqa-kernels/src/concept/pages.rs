@@ -11,6 +11,9 @@ use super::seqlen::Seqlen;
 /// block table then holds the first row of each sequence.
 pub const CONSECUTIVE: u32 = 1 << 31;
 
+/// Stands for the logarithm of a block's rows where the cache is contiguous, without blocks.
+pub const CONTIGUOUS: u32 = 31;
+
 /// A sequence's length as stored in device memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Length {

@@ -1,11 +1,11 @@
-//! Decode steps in one launch.
+//! Decode steps in one launch, over contiguous and over paged KV caches.
 
 use crate::attention::decode;
 use crate::num::{bf16, e4m3, f16};
-use crate::params::DecodeParams;
+use crate::params::{DecodeScheduleParams, PagedDecodeParams};
 
 #[cfg(not(target_arch = "nvptx64"))]
-pub(super) static TABLES: &[&[super::Entry]] = &[DECODE, DECODE_WARPGROUP];
+pub(super) static TABLES: &[&[super::Entry]] = &[DECODE, DECODE_WARPGROUP, DECODE_SCHEDULE];
 
 /// Table rows of the decode kernels, for both 16-bit types: `F16 NAME, BF16 NAME => SHAPE, CTAs per
 /// SM`.
@@ -19,9 +19,9 @@ macro_rules! decode_kernels {
         { $($name:ident: $t:ident => $shape:ty, $min_blocks:literal;)* }) => {
         kernels!($table, Decode: Attention, $module,
             (q: T, new_k: T, new_v: T, cos: T, sin: T, position_ids: i64, seqlens_k: i32,
-             head_sink: T, tree_mask: i64, k: T, v: T,
+             starts: i32, block_table: i32, head_sink: T, tree_mask: i64, k: T, v: T,
              out: T, out_f32: f32, out_f8: e4m3, out_scale: f32, lse: f32, partial_out: f32,
-             partial_states: [f32; 2], arrivals: u32; p: DecodeParams), { $(
+             partial_states: [f32; 2], arrivals: u32, schedule: u32; p: PagedDecodeParams), { $(
             $name => <$shape>::run, T = $t, {
                 head_size: <$shape>::HEAD_SIZE, rows: <$shape>::ROWS, keys: <$shape>::KEYS,
                 threads: <$shape>::THREADS,
@@ -79,4 +79,11 @@ decode_kernels!(DECODE_WARPGROUP, "decode-warpgroup", {
     gqa_decode_f16_d80_r64, gqa_decode_bf16_d80_r64 => decode::D80R64, 1;
     gqa_decode_f16_d96_r64, gqa_decode_bf16_d96_r64 => decode::D96R64, 1;
     gqa_decode_f16_d128_r64, gqa_decode_bf16_d128_r64 => decode::D128R64, 1;
+});
+
+kernels!(DECODE_SCHEDULE, Decode: Schedule, "decode",
+    (starts: i32, past_seqlens: i32, schedule: u32; p: DecodeScheduleParams),
+    each { head_size: 0, rows: 0, keys: 0, threads: decode::SCHEDULE_THREADS, min_blocks: 1,
+           shared: decode::SCHEDULE_SHARED_BYTES, hot: true, min_sm: 80 }, {
+    gqa_decode_schedule => decode::schedule, T = f32;
 });

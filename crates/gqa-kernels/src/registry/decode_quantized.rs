@@ -2,7 +2,7 @@
 
 use crate::attention::decode;
 use crate::num::{Bits4, Bits8, Code, bf16, f16};
-use crate::params::DecodeParams;
+use crate::params::PagedDecodeParams;
 
 #[cfg(not(target_arch = "nvptx64"))]
 pub(super) static TABLES: &[&[super::Entry]] = &[DECODE_QUANTIZED];
@@ -23,9 +23,9 @@ macro_rules! decode_quantized_kernels {
     )* }) => {
         kernels!($table, DecodeQuantized: Attention, "decode-quantized",
             (q: T, new_k: T, new_v: T, cos: T, sin: T, position_ids: i64, seqlens_k: i32,
-             head_sink: T, k: u8, v: u8, k_scale: f32, v_scale: f32,
-             out: T, lse: f32, partial_out: f32, partial_states: [f32; 2], arrivals: u32;
-             p: DecodeParams), { $(
+             starts: i32, block_table: i32, head_sink: T, k: u8, v: u8, k_scale: f32,
+             v_scale: f32, out: T, lse: f32, partial_out: f32, partial_states: [f32; 2],
+             arrivals: u32, schedule: u32; p: PagedDecodeParams), { $(
             $name => <$shape>::run_quantized::<$format, _>, T = $t, {
                 head_size: <$shape>::HEAD_SIZE, rows: <$shape>::ROWS, keys: <$shape>::KEYS,
                 threads: <$shape>::THREADS,

@@ -240,8 +240,8 @@ impl<const D8: usize> WarpCopy<D8> {
 }
 
 impl<const D8: usize> WarpCopy<D8> {
-    /// [`start`](Self::start) for rows that are `stride` elements apart in global memory. The
-    /// number of units of a row must be a power of two.
+    /// [`start`](Self::start) for rows that are `stride` elements apart in global memory. Only rows
+    /// of a power of two of units may be; others must be side by side.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn start_apart<T: Pod>(
         &self,
@@ -251,7 +251,9 @@ impl<const D8: usize> WarpCopy<D8> {
         stride: u32,
         valid: u32,
     ) {
-        const { assert!(D8.is_power_of_two() && D8 <= 32) };
+        if !D8.is_power_of_two() || D8 > 32 {
+            return self.start(tile, rows, source, valid);
+        }
         let units = (valid.min(rows) * D8 as u32).saturating_sub(lane());
         let (tile, per_unit) = (tile.start.address(), Swizzled::<T, D8>::PER_UNIT);
         let (row, unit) = (lane() / D8 as u32, lane() % D8 as u32);

@@ -3,8 +3,12 @@
 use crate::support::{Layout, Random, Rows, unit, wide};
 use bytemuck::Zeroable;
 use gqa_kernels::attention::decode;
+use gqa_kernels::concept::pages::CONTIGUOUS;
 use gqa_kernels::num::{Code, DType, Element, Float4, Float8, Format, Int4, Int8, bf16, f16};
-use gqa_kernels::params::{AttentionParams, DecodeParams, RotaryParams, Strides, scales, sink};
+use gqa_kernels::params::{
+    AttentionParams, DecodeParams, PageSteps, PagedDecodeParams, RotaryParams, Strides, scales,
+    sink,
+};
 use gqa_kernels::registry::{Entry, find};
 use gqa_sim::{Arg, Launch, launch};
 use proptest::prelude::*;
@@ -429,6 +433,8 @@ fn start<T: Element>(
         Arg::null(),
         settle(case, Arg::read(&seqlens_k)),
         Arg::null(),
+        Arg::null(),
+        Arg::null(),
         Arg::read(head_sink),
         settle(case, Arg::write(&mut k.codes)),
         settle(case, Arg::write(&mut v.codes)),
@@ -439,7 +445,8 @@ fn start<T: Element>(
         Arg::write(&mut partial_out),
         Arg::write(&mut partial_states),
         Arg::write(&mut arrivals),
-        Arg::params(&p),
+        Arg::null(),
+        Arg::params(&contiguous(p)),
     ];
     let shape = Launch {
         name: entry.name,
@@ -455,6 +462,17 @@ fn start<T: Element>(
         .map_err(|fault| TestCaseError::fail(fault.to_string()))?;
     prop_assert!(arrivals.iter().all(|&count| count == 0), "counters are left behind");
     Ok(())
+}
+
+/// The step over a contiguous cache.
+fn contiguous(decode: DecodeParams) -> PagedDecodeParams {
+    let unit = decode.attention.k.row as u32;
+    PagedDecodeParams {
+        decode,
+        steps: PageSteps { row: 1, unit, ..PageSteps::default() },
+        log_block_size: CONTIGUOUS,
+        ..Zeroable::zeroed()
+    }
 }
 
 /// Scales, which are written where rows have scales of their own.

@@ -162,7 +162,7 @@ proptest! {
         let own: Vec<_> = (0..(batch * per_sequence) as i32).collect();
         let table = if appends { &own[..] } else { &table[..own.len()] };
         let new = || if appends { Arg::read(&kv) } else { Arg::null() };
-        let name = if has_tree { "decode_paged_bf16_d64_r16" } else { "decode_paged_bf16_d64_r8" };
+        let name = if has_tree { "decode_bf16_d64_r16" } else { "decode_bf16_d64_r8" };
         let entry = entry(name, DType::BF16);
         let shape = Launch {
             name: entry.name, grid: decode::grid(&p.decode, 1), threads: entry.threads, shared_bytes: entry.shared_bytes, seed, cluster: 1,
@@ -171,11 +171,11 @@ proptest! {
         let mut lse = vec![0.5f32; (p.tokens * q_heads) as usize];
         let arguments = [
             Arg::read(&q), new(), new(), Arg::read(&angles), Arg::read(&angles), Arg::null(),
-            if has_starts { Arg::read(&starts) } else { Arg::null() }, Arg::read(past), Arg::read(table), Arg::null(),
+            Arg::read(past), Arg::null(), if has_starts { Arg::read(&starts) } else { Arg::null() }, Arg::read(table), Arg::null(),
             // Those that there are, and no more.
             if has_tree { Arg::read(&words[..p.tokens as usize]) } else { Arg::null() },
-            Arg::write(&mut k), Arg::write(&mut v), Arg::write(&mut out), Arg::write(&mut lse),
-            Arg::null(), Arg::null(), Arg::null(), Arg::null(), Arg::params(&p),
+            Arg::write(&mut k), Arg::write(&mut v), Arg::write(&mut out), Arg::null(), Arg::null(), Arg::null(),
+            Arg::write(&mut lse), Arg::null(), Arg::null(), Arg::null(), Arg::null(), Arg::params(&p),
         ];
         let started = launch(&shape, &entry.simulate, &arguments);
         prop_assert!(started.is_ok(), "{}", started.unwrap_err());

@@ -19,6 +19,7 @@ pub struct Dense {
     new_rows: usize,
     capacity: usize,
     longest: usize,
+    mean: Option<usize>,
     layout: Layout,
     strided: Strided,
     packed: bool,
@@ -53,6 +54,7 @@ impl Dense {
             new_rows: rows,
             capacity,
             longest: capacity,
+            mean: None,
             layout: Layout::Bsnh,
             strided: Strided::NONE,
             packed: false,
@@ -72,6 +74,14 @@ impl Dense {
     /// The default is the cache's capacity.
     pub const fn longest(self, tokens: usize) -> Self {
         Self { longest: tokens, ..self }
+    }
+
+    /// Expects that sequences have so many tokens on average after the call, fewer than the
+    /// [longest](Self::longest). Where that pays, a decode step divides the keys of all sequences
+    /// among the SMs by their lengths, as over a paged KV cache. Other lengths cost time only; each
+    /// mean has a plan of its own.
+    pub const fn mean(self, tokens: usize) -> Self {
+        Self { mean: Some(tokens), ..self }
     }
 
     /// The cache already holds the call's tokens, as in models whose layers share a cache: the call
@@ -185,6 +195,7 @@ impl Layer {
             q_len: rows,
             new_len: call.new_rows,
             total_len: longest,
+            mean_len: call.mean,
             past_capacity: capacity,
             capacity,
             phase: if call.padded { Phase::PaddedChunk } else { phase(rows, longest) },
@@ -216,6 +227,10 @@ impl Layer {
         if !(rows..=capacity).contains(&longest) {
             let allowed = format!("{rows} to {capacity}, the capacity of the cache");
             return Err(Error::invalid("longest", longest, allowed));
+        }
+        if call.mean.is_some_and(|mean| mean > longest) {
+            let allowed = format!("{longest} or less, the tokens of the longest sequence");
+            return Err(Error::invalid("mean", call.mean.unwrap_or_default(), allowed));
         }
         if !self.causal && call.tree_mask {
             return Err(Error::invalid("causal", "false", "true, with tree_mask"));

@@ -229,6 +229,8 @@ fn features(p: &Problem) -> Vec<String> {
     add(p.prefetch_cache, "prefetch_cache cache".to_owned());
     add(p.float8_products, "float8 products".to_owned());
     add(p.batch_invariant, "batch-invariant".to_owned());
+    let mean = p.mean_len.unwrap_or_default();
+    add(p.mean_len.is_some(), format!("sequences of {mean} tokens on average"));
     add(!p.causal, "not causal".to_owned());
     add(p.right_window.is_some(), format!("right window {}", p.right_window.unwrap_or_default()));
     add(p.alignment != Alignment::Phase, p.alignment.to_string());

@@ -1,6 +1,6 @@
 //! Mixed prefill and decode: which kernels attend to which sequences of a paged call.
 //!
-//! Sequences with few new tokens suit `decode_paged`, which reads keys once for all query heads of
+//! Sequences with few new tokens suit `decode`, which reads keys once for all query heads of
 //! a group. Sequences with many suit `hopper_paged`, `blackwell_paged` or `tiled_paged`, whose
 //! tiles a few tokens would leave almost empty. Servers batch decode steps with a prefill, so that
 //! one call may have both. Only the device knows the tokens of each sequence; so each kernel skips
@@ -8,7 +8,7 @@
 //!
 //! One is bound by memory and the other by arithmetic, and half of the SMs can read all that memory
 //! delivers. So where that pays (`cost/mixed.rs`) a first launch of `hopper_paged` begins first, on
-//! some SMs, `decode_paged` overlaps it on the others, and a secondary launch of `hopper_paged`
+//! some SMs, `decode` overlaps it on the others, and a secondary launch of `hopper_paged`
 //! overlaps that when SMs become free, and takes what work tiles are left in their queue: whatever
 //! the lengths turn out to be, no SM is idle for long.
 //!
@@ -16,12 +16,12 @@
 //! all sequences: their CTAs divide the work among them by the lengths on the device.
 //!
 //! In a batch-invariant call the number of a sequence's tokens alone says which kernel it has:
-//! `decode_paged` up to as many as a tile of its rows holds, [`tiled_paged`](TiledPaged) with more.
+//! `decode` up to as many as a tile of its rows holds, [`tiled_paged`](TiledPaged) with more.
 //! Both are chosen for a typical call, and neither divides keys by the lengths of all sequences.
 //! `hopper_paged` will not do: it rescales the rows of a warp together, and among these may be some
 //! of the next sequence.
 //!
-//! Elsewhere `decode_paged` begins first, and what it leaves free is for the launches behind it. It
+//! Elsewhere `decode` begins first, and what it leaves free is for the launches behind it. It
 //! appends the tokens of its own sequences, so that it need not wait for the launch that appends
 //! the others'.
 

@@ -4,10 +4,10 @@
 //! | launch | decode steps: few tokens per sequence | prefill, with or without decode steps | all other calls |
 //! |---|---|---|---|
 //! | `qk_norm` | with QK-norm | with QK-norm | with QK-norm |
-//! | `paged_append`, or `paged_append_quantized`: new rows into the cache, queries into scratch | but the queries, where slot_mapping says where they go | but the queries, and the rows that `decode_paged` appends | always |
+//! | `paged_append`, or `paged_append_quantized`: new rows into the cache, queries into scratch | but the queries, where slot_mapping says where they go | but the queries, and the rows that `decode` appends | always |
 //! | `paged_dequantize`: dequantized keys and values of the prompts, in blocks in scratch | | where the cache holds quantized values | |
 //! | `paged_gather`: the rows of every sequence into scratch | | | always |
-//! | attention | `decode_paged`, `decode_paged_quantized` | `hopper_paged`, `blackwell_paged` or `tiled_paged`, and `decode_paged` (`mixed.rs`) | any kernel |
+//! | attention | `decode`, `decode_quantized` | `hopper_paged`, `blackwell_paged` or `tiled_paged`, and `decode` (`mixed.rs`) | any kernel |
 //! | `paged_scatter`: output rows, and log-sum-exps, to their tokens | | | unless every sequence has one token, and no log-sum-exps are wanted |
 //! | `paged_gaps`: rows anew of sequences whose tables lead outside of the cache, or that have fewer keys than tokens | | where the cache holds quantized values, or by kernels that take tokens before all keys for padding | always |
 //!

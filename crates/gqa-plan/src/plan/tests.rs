@@ -8,6 +8,7 @@ use crate::problem::{
     QkOutput, QuantFormat, Quantization, Rotary, RowStrides, Scales, Sink,
 };
 use gqa_kernels::attention::{hopper, latent};
+use gqa_kernels::concept::pages::CONTIGUOUS;
 use gqa_kernels::params::{
     AttentionParams, DecodeParams, DecodeScheduleParams, Float8OperandsParams, Float8Params,
     HopperParams, LatentParams, MaskedParams, PageSteps, PagedDecodeParams, PagedGapsParams,
@@ -455,9 +456,9 @@ fn a_token_step_is_one_launch_without_clusters_too() {
         (quantized(llama(1, 8191), CODES[0]), "a100", "decode_q8_f16_d128_r8"),
         (quantized(llama(1, 8191), CODES[1]), "rtx3090", "decode_i4_f16_d128_r8"),
         (quantized(llama(1, 8191), CODES[2]), "rtx5090", "decode_q8_f16_d128_r16_w4"),
-        (over_blocks(8, 1, 500), "a100", "decode_paged_f16_d128_r8"),
-        (over_blocks(8, 4, 500), "rtx3090", "decode_paged_padded_f16_d128_r16_w4"),
-        (quantized(over_blocks(8, 1, 500), CODES[0]), "l4", "decode_paged_q8_f16_d128_r16_w4"),
+        (over_blocks(8, 1, 500), "a100", "decode_f16_d128_r8"),
+        (over_blocks(8, 4, 500), "rtx3090", "decode_padded_f16_d128_r16_w4"),
+        (quantized(over_blocks(8, 1, 500), CODES[0]), "l4", "decode_q8_f16_d128_r16_w4"),
     ] {
         let plan = plan(&problem, &device(name), &off).unwrap();
         let kernels: Vec<_> = plan.launches.iter().map(kernel).collect();
@@ -701,12 +702,49 @@ fn many_short_sequences_take_two_blocks_to_a_multiprocessor() {
     assert_eq!(entry(32, 512, &alone), "gqa_decode_f16_d128_r8");
 }
 
+/// Over a contiguous cache lengths divide the keys where the caller expects short sequences and
+/// there are many; few sequences keep their clusters.
+#[test]
+fn a_mean_length_divides_the_keys_of_many_sequences() {
+    let call = |batch, mean| {
+        with(llama(1, 4095), |p| {
+            p.batch = batch;
+            p.mean_len = mean;
+        })
+    };
+    let on = |p: &Problem, options: &PlanOptions| plan(p, &device("h200"), options).unwrap();
+    let step = |batch, mean| on(&call(batch, mean), &PlanOptions::default());
+    let parts = |plan: &Plan| step_of(&plan.launches[0].params).parts;
+    assert_eq!(parts(&step(64, None)), 0, "nothing says that lengths differ");
+    let divided = step(64, Some(1000));
+    // Two CTAs on each of 132 SMs, for 8 KV heads.
+    assert_eq!(divided.launches[0].entry.name, "gqa_decode_f16_d128_r8_w4");
+    assert_eq!((parts(&divided), divided.launches[0].grid), (33, [8, 64 + 33, 1]));
+    let step_params = step_of(&divided.launches[0].params);
+    assert_eq!(step_params.ahead, 0, "a part may append rows that another one loads");
+    assert!(divided.schedule().is_none());
+    let division = divided.division(None, &[999; 64]).unwrap().unwrap();
+    assert_eq!((division.tiles[0], division.parts.len()), (32, 64));
+    for batch in [1, 2, 8] {
+        let plan = step(batch, Some(100));
+        assert_eq!(parts(&plan), 0, "{batch}");
+        assert_eq!(plan.launches[0].params, step(batch, None).launches[0].params, "{batch}");
+    }
+    let forced = PlanOptions { splits: Some(1), ..PlanOptions::default() };
+    assert_eq!(parts(&on(&call(64, Some(1000)), &forced)), 0);
+}
+
+/// A decode step, of a launch's parameters.
+fn step_of(params: &[u8]) -> DecodeParams {
+    bytemuck::pod_read_unaligned::<PagedDecodeParams>(params).decode
+}
+
 #[test]
 fn keys_are_asked_for_ahead_where_that_is_safe_and_pays() {
     let params = |p: &Problem, options: &PlanOptions| -> DecodeParams {
         let plan = plan(p, &DeviceInfo::h200(), options).unwrap();
         assert_eq!(plan.launches[0].entry.family, Family::Decode);
-        bytemuck::pod_read_unaligned(&plan.launches[0].params)
+        step_of(&plan.launches[0].params)
     };
     let planned = |p: &Problem| params(p, &PlanOptions::default());
     let step = |past| llama(1, past);
@@ -720,14 +758,14 @@ fn keys_are_asked_for_ahead_where_that_is_safe_and_pays() {
     assert_eq!(planned(&with(step(8000), |p| p.prefetch_cache = true)).overlap, overlap::CACHE);
     let normed = with(step(8000), |p| p.qk_norm = Some(QK_NORM));
     let normed = plan(&normed, &DeviceInfo::h200(), &PlanOptions::default()).unwrap();
-    let params: DecodeParams = bytemuck::pod_read_unaligned(&normed.launches[1].params);
+    let params = step_of(&normed.launches[1].params);
     assert_eq!(params.overlap, overlap::CACHE, "the launch ahead writes scratch");
     let separate =
         with(step(8000), |p| (p.prefetch_cache, p.cache) = (true, CacheBinding::Separate));
     let plan = plan(&separate, &DeviceInfo::h200(), &PlanOptions::default()).unwrap();
     let (attention, ahead) = plan.launches.split_last().unwrap();
     assert_eq!((attention.entry.family, ahead.is_empty()), (Family::Decode, false));
-    let params: DecodeParams = bytemuck::pod_read_unaligned(&attention.params);
+    let params = step_of(&attention.params);
     assert_eq!(params.overlap, overlap::NONE, "the launch ahead writes the cache");
 }
 
@@ -1336,13 +1374,13 @@ fn a_step_pads_heads_that_have_no_kernel_of_their_own() {
     for size in [80, 96, 112, 160, 192, 224] {
         let tile = if size < 128 { "d128_r16_w4" } else { "d256_r8_w4" };
         let paged = of_size(over_blocks(8, 1, 500), size);
-        let mut steps = vec![(paged.clone(), format!("decode_paged_padded_f16_{tile}"))];
+        let mut steps = vec![(paged.clone(), format!("decode_padded_f16_{tile}"))];
         for (format, name) in CODES.into_iter().zip(["q8", "i4", "q8", "i4"]) {
             if name != "i4" || size % 32 == 0 {
                 let step = of_size(quantized(llama(1, 4096), format), size);
                 steps.push((step, format!("decode_padded_{name}_f16_{tile}")));
                 let step = quantized(paged.clone(), format);
-                steps.push((step, format!("decode_paged_padded_{name}_f16_{tile}")));
+                steps.push((step, format!("decode_padded_{name}_f16_{tile}")));
             }
         }
         for (problem, want) in &steps {
@@ -1419,7 +1457,7 @@ fn rows_with_scales_of_their_own_are_read_by_decode_alone() {
         let step = of_rows(llama(1, 4096), format);
         assert_eq!(kernels(&step, &off), [format!("decode_{kernel}_f16_d128_r8")]);
         let paged = of_rows(over_blocks(8, 1, 500), format);
-        assert_eq!(kernels(&paged, &off), [format!("decode_paged_{kernel}_f16_d128_r8")]);
+        assert_eq!(kernels(&paged, &off), [format!("decode_{kernel}_f16_d128_r8")]);
     }
     let of_size = |size| {
         with(of_rows(llama(3, 4096), CODES[0]), |p| (p.head_size, p.v_head_size) = (size, size))
@@ -1514,7 +1552,7 @@ fn launches_are_told_what_a_cache_holds() {
             let plan = plan(&quantized(p, format), &device("h200"), &PlanOptions::default());
             plan.unwrap().launches[0].params.clone()
         };
-        let step: DecodeParams = bytemuck::pod_read_unaligned(&first(llama(1, 4096)));
+        let step = step_of(&first(llama(1, 4096)));
         let steps: PagedDecodeParams = bytemuck::pod_read_unaligned(&first(over_blocks(8, 1, 500)));
         let prompt: PrologueParams = bytemuck::pod_read_unaligned(&first(llama(1024, 0)));
         let prompts = first(equal(over_blocks(8, 1024, 512)));
@@ -1591,7 +1629,7 @@ fn rows_move_around_the_call() {
 fn a_step_of_a_sliding_cache_is_planned_for_the_cache() {
     let plan = plan(&sliding(1, 100_000), &device("h200"), &PlanOptions::default()).unwrap();
     assert_eq!(plan.positions, Some(Positions::Slid));
-    let step: &DecodeParams = bytemuck::from_bytes(&plan.launches[1].params);
+    let step = step_of(&plan.launches[1].params);
     assert_eq!((step.attention.capacity, step.attention.window), (1024, 1000));
     let within = planned(&sliding(1, 100_000), 1);
     assert_eq!(within, planned(&sliding(1, 5000), 1));
@@ -1646,19 +1684,19 @@ fn with_pages(p: Problem, change: impl FnOnce(Pages) -> Pages) -> Problem {
 #[test]
 fn blocks_are_read_where_they_are() {
     let kernels_of = |p: Problem| kernels(&p, &PlanOptions::default());
-    assert_eq!(kernels_of(over_blocks(8, 1, 500)), ["decode_paged_f16_d128_r8"]);
+    assert_eq!(kernels_of(over_blocks(8, 1, 500)), ["decode_f16_d128_r8"]);
     let normed = |p: Problem| with(p, |p| p.qk_norm = Some(QK_NORM));
-    assert_eq!(kernels_of(normed(over_blocks(8, 1, 500))), ["qk_norm", "decode_paged_f16_d128_r8"]);
+    assert_eq!(kernels_of(normed(over_blocks(8, 1, 500))), ["qk_norm", "decode_f16_d128_r8"]);
     let codes = quantized(over_blocks(8, 1, 500), CODES[0]);
-    assert_eq!(kernels_of(codes), ["decode_paged_q8_f16_d128_r8"]);
+    assert_eq!(kernels_of(codes), ["decode_q8_f16_d128_r8"]);
     let prompt = ["paged_append", "hopper_paged_f16_d128"];
     assert_eq!(kernels_of(over_blocks(1, 512, 512)), prompt);
     assert_eq!(kernels_of(equal(over_blocks(8, 512, 512))), prompt);
     assert_eq!(kernels_of(normed(equal(over_blocks(8, 512, 0))))[1..], prompt);
     let slots = |p| with_pages(p, |pages| Pages { slots: true, ..pages });
     assert_eq!(kernels_of(slots(equal(over_blocks(8, 512, 512)))), prompt);
-    assert_eq!(kernels_of(over_blocks(8, 2, 500)), ["decode_paged_f16_d128_r8"]);
-    let slotted = ["paged_append", "decode_paged_f16_d128_r8"];
+    assert_eq!(kernels_of(over_blocks(8, 2, 500)), ["decode_f16_d128_r8"]);
+    let slotted = ["paged_append", "decode_f16_d128_r8"];
     assert_eq!(kernels_of(slots(over_blocks(8, 1, 500))), slotted);
     // Without an append no launch precedes attention, unless queries rotate.
     let appended = |p: Problem| p.appended();
@@ -1673,9 +1711,9 @@ fn blocks_are_read_where_they_are() {
     // With many sequences, reading keys per query head is faster than gathering them.
     assert_eq!(kernels_of(equal(over_blocks(8, 40, 500))), prompt);
     let wide = |p: Problem, size| with(p, |p| (p.head_size, p.v_head_size) = (size, size));
-    let padded = ["decode_paged_padded_f16_d128_r16_w4"];
+    let padded = ["decode_padded_f16_d128_r16_w4"];
     assert_eq!(kernels_of(wide(over_blocks(8, 1, 500), 80)), padded);
-    let [step, prompt] = ["decode_paged_padded_f16_d256_r8_w4", "hopper_paged_f16_d256"];
+    let [step, prompt] = ["decode_padded_f16_d256_r8_w4", "hopper_paged_f16_d256"];
     let mixed = kernels_of(wide(over_blocks(8, 64, 500), 248));
     assert_eq!(mixed, [step, "paged_append", prompt]);
 }
@@ -1696,7 +1734,7 @@ fn tokens_beside_a_prompt_have_a_kernel_of_their_own() {
         pages(over_blocks(32, 512, 2048))
     };
     let off = PlanOptions::default();
-    let [step, prompt] = ["decode_paged_f16_d128_r8_w4", "hopper_paged_f16_d128"];
+    let [step, prompt] = ["decode_f16_d128_r8_w4", "hopper_paged_f16_d128"];
     assert_eq!(kernels(&mixed(512 + 31), &off), ["paged_append", prompt, step, prompt]);
     let plan = plan(&mixed(512 + 31), &device("h200"), &off).unwrap();
     let [_, first, step, last] = &plan.launches[..] else { panic!("four launches") };
@@ -1716,9 +1754,7 @@ fn tokens_beside_a_prompt_have_a_kernel_of_their_own() {
         assert_eq!((many.primary, many.secondary, many.is_secondary), (66, 132 - 66, helps));
     }
     // Four tokens per sequence fill sixteen rows, eight fill 32.
-    for (tokens, step) in
-        [(4, "decode_paged_padded_f16_d128_r16_w4"), (8, "decode_paged_f16_d128_r32_w4")]
-    {
+    for (tokens, step) in [(4, "decode_padded_f16_d128_r16_w4"), (8, "decode_f16_d128_r32_w4")] {
         let several = mixed(512 + 31 * tokens);
         assert_eq!(kernels(&several, &off), ["paged_append", prompt, step, prompt]);
     }
@@ -1741,9 +1777,9 @@ fn single_tokens_take_the_smallest_row_tile() {
         let all = kernels(&p, &PlanOptions::default());
         all.into_iter().find(|name| name.contains("decode"))
     };
-    assert_eq!(kernel(40 + 4 * 128), Some("decode_paged_f16_d128_r8_w4"));
-    assert_eq!(kernel(40 + 4 * 100), Some("decode_paged_f16_d128_r8_w4"));
-    assert_eq!(kernel(41 * 3 + 3 * 128), Some("decode_paged_padded_f16_d128_r16_w4"));
+    assert_eq!(kernel(40 + 4 * 128), Some("decode_f16_d128_r8_w4"));
+    assert_eq!(kernel(40 + 4 * 100), Some("decode_f16_d128_r8_w4"));
+    assert_eq!(kernel(41 * 3 + 3 * 128), Some("decode_padded_f16_d128_r16_w4"));
 }
 
 /// A cache without room for as many keys of every sequence says that lengths differ.
@@ -1859,7 +1895,7 @@ fn decode_begins_first_in_short_mixed_batches() {
     let slots = with_pages(short.clone(), |pages| Pages { slots: true, ..pages });
     let off = PlanOptions::default();
     let [append, prompt] = ["paged_append", "hopper_paged_f16_d128"];
-    let step = "decode_paged_f16_d128_r8_w4";
+    let step = "decode_f16_d128_r8_w4";
     assert_eq!(kernels(&short, &off), [step, append, prompt]);
     assert_eq!(kernels(&slots, &off), [append, step, prompt]);
     for (problem, [step, append], numbers) in [(short, [0, 1], (2, 3)), (slots, [1, 0], (0, 0))] {
@@ -1882,7 +1918,7 @@ fn decode_beside_prefill_is_in_halves_of_sms() {
         })
     };
     let off = PlanOptions::default();
-    let [half, whole] = ["decode_paged_f16_d128_r8_w4", "decode_paged_f16_d128_r8"];
+    let [half, whole] = ["decode_f16_d128_r8_w4", "decode_f16_d128_r8"];
     let rest = ["paged_append", "hopper_paged_f16_d128"];
     assert_eq!(kernels(&mixed(8, 512), &off), [half, rest[0], rest[1]]);
     assert_eq!(kernels(&mixed(4, 1100), &off), [half, rest[0], rest[1]]);
@@ -1896,12 +1932,12 @@ fn blocks_are_gathered() {
     let off = PlanOptions::default();
     let rejections = |p: &Problem, [step, prompt]: [&str; 2]| {
         assert_eq!(kernels(p, &off)[..2], ["paged_append", "paged_gather"]);
-        assert_eq!(rejection(p, "h200", &off, Family::DecodePaged), step);
+        assert_eq!(rejection(p, "h200", &off, Family::Decode), step);
         assert_eq!(rejection(p, "h200", &off, Family::HopperPaged), prompt);
     };
     let new = "17 new rows are over 16";
     let wide = with(over_blocks(1, 17, 500), |p| (p.head_size, p.v_head_size) = (192, 192));
-    assert_eq!(rejection(&wide, "h200", &off, Family::DecodePaged), new);
+    assert_eq!(rejection(&wide, "h200", &off, Family::Decode), new);
     assert_eq!(kernels(&wide, &off)[1], "hopper_paged_split_f16_d192");
     let odd = |p| with_pages(p, |pages| Pages { block_size: 48, ..pages });
     let why = "the block size 48 is not a power of two of 16 or more";
@@ -1915,7 +1951,7 @@ fn blocks_are_gathered() {
     let why = rejection(&over_blocks(8, 512, 0), "h200", &unfused, Family::HopperPaged);
     assert_eq!(why, "switched off by GQA_DISABLE_FUSED_KV");
     let codes = |s| quantized(over_blocks(8, s, 512), CODES[0]);
-    assert_eq!(kernels(&codes(2), &off), ["decode_paged_q8_f16_d128_r8"]);
+    assert_eq!(kernels(&codes(2), &off), ["decode_q8_f16_d128_r8"]);
 }
 
 /// The work of few tokens after many quantized keys is divided as well, and keys are converted on
@@ -1936,7 +1972,7 @@ fn few_tokens_after_quantized_keys_are_divided() {
     };
     assert_eq!(beside(2, 2000), of_halves);
     let apart = beside(31, 30_000);
-    assert_eq!(apart[0], "decode_paged_q8_f16_d128_r16_w4");
+    assert_eq!(apart[0], "decode_q8_f16_d128_r16_w4");
     assert_eq!(apart[1..], of_halves);
 }
 
@@ -1956,7 +1992,7 @@ fn long_quantized_sequences_are_copied_and_divided() {
     let mixed = with_pages(mixed, |pages| Pages { tokens: 512 + 31, ..pages });
     let plan = plan(&mixed, &device("h200"), &off).unwrap();
     let [step, others @ ..] = &plan.launches[..] else { panic!("launches") };
-    assert_eq!(kernel(step), "decode_paged_q8_f16_d128_r16_w4");
+    assert_eq!(kernel(step), "decode_q8_f16_d128_r16_w4");
     assert!(step.concurrent && others.iter().all(|launch| !launch.concurrent));
     assert_eq!(others.iter().map(kernel).collect::<Vec<_>>(), divided);
     let many: &PagedHopperParams = bytemuck::from_bytes(&others[2].params);
@@ -2069,7 +2105,7 @@ fn blocks_are_read_where_they_are_without_wgmma() {
     // One decode step per sequence and a prefill; no other launch shares the tile queue.
     let mixed = with_pages(over_blocks(64, 512, 8192), |pages| Pages { tokens: 575, ..pages });
     let [append, tiled] = prompt;
-    assert_eq!(on("a100", &mixed, &off), ["decode_paged_f16_d128_r8", append, tiled]);
+    assert_eq!(on("a100", &mixed, &off), ["decode_f16_d128_r8", append, tiled]);
     let many = plan(&mixed, &device("a100"), &off).unwrap().launches;
     let many: &PagedTiledParams = bytemuck::from_bytes(&many[2].params);
     assert_eq!((many.tokens, many.least, many.log_block_size), (575, 3, 6));
@@ -2078,7 +2114,7 @@ fn blocks_are_read_where_they_are_without_wgmma() {
     assert_eq!(on("h200", &scaled, &off), prompt);
     let why = rejection(&scaled, "h200", &off, Family::HopperPaged);
     assert_eq!(why, "scale -1 is not positive");
-    let why = rejection(&scaled, "h200", &off, Family::DecodePaged);
+    let why = rejection(&scaled, "h200", &off, Family::Decode);
     assert_eq!(why, "2048 packed query rows are over 128");
     // Splits of the keys fill more SMs where rows are few.
     let few = with(over_blocks(1, 40, 8000), |p| p.q_heads = p.kv_heads);
@@ -2188,7 +2224,7 @@ fn codes_in_blocks_become_numbers_in_blocks() {
         tokens: 1024 + 31,
         ..pages
     });
-    let step = "decode_paged_q8_f16_d128_r16_w4";
+    let step = "decode_q8_f16_d128_r16_w4";
     let plan = plan(&mixed, &device("h200"), &off).unwrap();
     assert_eq!(kernels(&mixed, &off), [append, numbers, prompt, step, prompt, gaps]);
     // Only sequences of prompts are dequantized.
@@ -2477,15 +2513,13 @@ fn check(plan: &Plan, launch: &Launch) {
                 quantized_reach(&plan.problem, launch)
             }
             Family::DecodeQuantized if name.ends_with("_scale") => scales_of(&plan.problem, arg),
-            Family::DecodePagedQuantized if ["k", "v"].contains(name) => {
-                paged_quantized_reach(&plan.problem, launch)
-            }
-            Family::DecodePagedQuantized if name.ends_with("_scale") => {
-                scales_of(&plan.problem, arg)
-            }
-            Family::DecodePaged if role == Role::Schedule => schedule_reach(name, launch),
-            Family::DecodePaged | Family::DecodePagedQuantized => {
-                decode_paged_reach(name, launch, element)
+            Family::Decode if role == Role::Schedule => schedule_reach(name, launch),
+            Family::Decode | Family::DecodeQuantized => {
+                let paged: &PagedDecodeParams = bytemuck::from_bytes(&launch.params);
+                match paged.log_block_size {
+                    CONTIGUOUS => step_reach(name, &paged.decode, launch, element),
+                    _ => decode_paged_reach(name, launch, element),
+                }
             }
             Family::BlackwellDecode | Family::BlackwellDecodePaged
                 if ["k_scale", "v_scale"].contains(name) =>
@@ -2493,9 +2527,7 @@ fn check(plan: &Plan, launch: &Launch) {
                 scales_of(&plan.problem, arg)
             }
             Family::BlackwellDecodePaged => decode_paged_reach(name, launch, element),
-            Family::Decode | Family::DecodeQuantized | Family::BlackwellDecode => {
-                decode_reach(name, launch, element)
-            }
+            Family::BlackwellDecode => decode_reach(name, launch, element),
             Family::HopperPaged => hopper_paged_reach(name, launch, element),
             Family::BlackwellPaged => blackwell_paged_reach(name, launch, element),
             Family::Blackwell => {
@@ -2682,17 +2714,14 @@ fn scales_reach(problem: &Problem) -> usize {
 }
 
 fn quantized_reach(problem: &Problem, launch: &Launch) -> usize {
-    let p: &DecodeParams = bytemuck::from_bytes(&launch.params);
-    let a = &p.attention;
-    assert_eq!(p.scales, problem.quantized.unwrap().scales as u32);
-    let width = a.head_size / problem.quantized.unwrap().codes_per_element() as u32;
-    reach(a.k, [a.batch, a.kv_heads, a.capacity], width)
-}
-
-fn paged_quantized_reach(problem: &Problem, launch: &Launch) -> usize {
     let paged: &PagedDecodeParams = bytemuck::from_bytes(&launch.params);
     let a = &paged.decode.attention;
+    assert_eq!(paged.decode.scales, problem.quantized.unwrap().scales as u32);
     let width = a.head_size / problem.quantized.unwrap().codes_per_element() as u32;
+    if paged.log_block_size == CONTIGUOUS {
+        assert_eq!([paged.steps.row, paged.steps.unit], [1, a.k.row as u32]);
+        return reach(a.k, [a.batch, a.kv_heads, a.capacity], width);
+    }
     let dims = [paged.blocks, a.kv_heads, 1 << paged.log_block_size];
     pages_reach(paged.steps, a.k.head, dims, width)
 }
@@ -2731,7 +2760,7 @@ fn of_step(name: &str, step: &PagedDecodeParams) -> usize {
     let (sequences, slots) = (a.batch as usize, step.decode.parts as usize);
     match name {
         "starts" => (sequences + 1) * 4,
-        "past_seqlens" => sequences * 4,
+        "past_seqlens" | "seqlens_k" => sequences * 4,
         _ => (8 + sequences.next_multiple_of(4) + 4 * (sequences + slots)) * 4,
     }
 }
@@ -2743,7 +2772,7 @@ fn decode_paged_reach(name: &str, launch: &Launch, element: usize) -> usize {
     let tokens = |strides, heads| reach(strides, [1, heads, paged.tokens], a.head_size) * element;
     match name {
         "k" | "v" => pages_reach(paged.steps, a.k.head, dims, a.head_size) * element,
-        "starts" | "past_seqlens" | "schedule" => of_step(name, paged),
+        "starts" | "past_seqlens" | "seqlens_k" | "schedule" => of_step(name, paged),
         "block_table" => (a.batch * paged.per_sequence) as usize * 4,
         "q" => tokens(a.q, a.q_heads),
         "out" => tokens(a.out, a.q_heads),

@@ -515,6 +515,9 @@ pub struct ProblemFields {
     /// The bits of a sequence's results do not depend on the other sequences of the call:
     /// [`Layer::batch_invariant`](crate::engine::Layer::batch_invariant).
     pub batch_invariant: bool,
+    /// Tokens of a sequence on average, where the caller expects fewer than `total_len`:
+    /// [`Dense::mean`](crate::engine::Dense::mean).
+    pub mean_len: Option<usize>,
 }
 
 /// [`Problem::new`] refuses NaN.
@@ -527,7 +530,7 @@ impl Hash for ProblemFields {
         [self.q_len, self.new_len, self.total_len, self.past_capacity, self.capacity].hash(state);
         (self.operator, self.dtype, self.packed, self.window, self.slides, self.quantized)
             .hash(state);
-        (self.latent, self.v_head_size, self.batch_invariant).hash(state);
+        (self.latent, self.v_head_size, self.batch_invariant, self.mean_len).hash(state);
         self.strided.hash(state);
         self.pages.hash(state);
     }
@@ -577,6 +580,7 @@ impl ProblemFields {
             prefetch_cache: false,
             float8_products: false,
             batch_invariant: false,
+            mean_len: None,
         }
     }
 

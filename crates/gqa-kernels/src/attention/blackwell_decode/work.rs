@@ -28,13 +28,12 @@ pub(super) struct Work {
 
 impl Work {
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub(super) fn new<L: Sequences>(sequences: L, seqlens: Seqlens, p: &DecodeParams) -> Self {
+    pub(super) fn new(sequences: Sequences, seqlens: Seqlens, p: &DecodeParams) -> Self {
         let a = &p.attention;
         // A call has sequences: max(1) spares the division by zero check.
         let batches = a.batch.max(1);
         let batch = block_idx_z() % batches;
         let rows = Rows::of(a, block_idx_z() / batches, block_idx_y(), batch, p.rows);
-        let sequences = sequences.of_sequence(batch);
         let mut rows = sequences.rows(a, rows);
         rows.seqlen = sequences.seqlen(a, &rows, seqlens.load(batch, a.q_len));
         let nothing = Visible { first: 0, end: 0 };

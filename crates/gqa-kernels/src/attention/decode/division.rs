@@ -234,9 +234,9 @@ impl Division {
 /// Visible key tiles, of `keys` keys each, of sequence `b`; 0 if it has no new tokens, or another
 /// launch attends to it. `rows` is the height of a row tile.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
-pub(super) fn tiles_of<L: Layout>(
+pub(super) fn tiles_of(
     a: &AttentionParams,
-    layout: L,
+    layout: Layout,
     lengths: Seqlens,
     b: u32,
     [rows, keys]: [u32; 2],
@@ -244,7 +244,7 @@ pub(super) fn tiles_of<L: Layout>(
     // Both loads are in flight at once.
     let length = lengths.load(b, a.q_len);
     let rows = layout.rows(a, Rows::of(a, 0, 0, b, rows));
-    if L::MAY_BE_EMPTY && rows.count() == 0 {
+    if layout.is_paged() && rows.count() == 0 {
         return 0;
     }
     let total = layout.seqlen(a, &rows, length).total;

@@ -1,14 +1,15 @@
 //! The kernels' entry functions, with their parameters in order.
 
 use super::exchange::{Output, Splits};
-use super::layout::SideBySide;
+use super::layout::Layout;
 use super::new_tokens::NewTokens;
 use super::schedule::Schedule;
 use super::tree::Tree;
-use super::{Blocks, Codes, Coding, Decode, Heads, Products, quantized};
+use super::{Codes, Coding, Decode, Heads, Products, quantized};
 use crate::attention::out::Results;
+use crate::concept::pages::CONTIGUOUS;
 use crate::num::{MmaCode, MmaElement, e4m3};
-use crate::params::{DecodeParams, PagedDecodeParams};
+use crate::params::PagedDecodeParams;
 use crate::prologue::rope::Rope;
 use crate::simt::Global;
 use crate::tile::seqlens::Seqlens;
@@ -25,8 +26,13 @@ impl<
     P: Products,
 > Decode<D8, UNITS, M, HALVES, N8, WARPS, STAGES, H, P>
 {
-    /// The kernel for a contiguous KV cache. `tree_mask`, (batch, S), has a word for each new token
-    /// or is null. The output has the type of the first non-null pointer of `Results` (`out.rs`).
+    /// The kernel for a KV cache of elements: contiguous, (batch, KV head, capacity, head size), or
+    /// paged, (block, row, KV head, head size). `block_table`, (batch, blocks of a sequence), lists
+    /// the blocks of each sequence, and `starts` is cu_seqlens, (batch + 1), or null if each
+    /// sequence has one token; over a contiguous cache both are null. `tree_mask` has a word for
+    /// each new token, (batch, S) or packed, or is null. `schedule` is written by
+    /// [`schedule`](super::schedule()), or null. The output has the type of the first non-null
+    /// pointer of `Results` (`out.rs`).
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn run<T: MmaElement>(
         q: Global<T>,
@@ -36,6 +42,8 @@ impl<
         sin: Global<T>,
         position_ids: Global<i64>,
         seqlens: Seqlens,
+        starts: Global<i32>,
+        block_table: Global<i32>,
         head_sink: Global<T>,
         tree_mask: Global<i64>,
         k: Global<T>,
@@ -48,21 +56,23 @@ impl<
         partial_out: Global<f32>,
         partial_states: Global<[f32; 2]>,
         arrivals: Global<u32>,
-        p: DecodeParams,
+        schedule: Global<u32>,
+        p: PagedDecodeParams,
     ) {
-        let rope = Rope { cos, sin, position_ids, params: p.rotary, offset: 0 };
+        let rope = Rope { cos, sin, position_ids, params: p.decode.rotary, offset: 0 };
         let new_tokens =
             NewTokens::<T> { q, k: new_k, v: new_v, present_k: k, present_v: v, rope, coding: () };
+        let layout = Self::layout(starts, block_table, &p);
         let results = Results { out, out_f32, out_f8, scale: out_scale };
-        let output = Output { head_sink, results, lse, tokens: 0 };
+        let output = Output { head_sink, results, lse, tokens: layout.packed_tokens() };
         let splits = Splits { columns: partial_out, states: partial_states, arrivals };
-        let tree = Tree { words: tree_mask };
-        Self::step(new_tokens, seqlens, SideBySide, output, splits, Schedule::none(), tree, p);
+        let (schedule, tree) = (Schedule { words: schedule }, Tree { words: tree_mask });
+        Self::step(new_tokens, seqlens, layout, output, splits, schedule, tree, p.decode);
     }
 
-    /// The kernel for a quantized KV cache in one of the formats of `F`. The cache is (batch, KV
-    /// head, capacity, bytes of a row). Scales are one, (KV head), (KV head, head size) or, per
-    /// token, (batch, KV head, capacity).
+    /// The same for a quantized KV cache in one of the formats of `F`: rows have bytes in place of
+    /// elements. Scales are one, (KV head), (KV head, head size) or, per token, (batch, KV head,
+    /// capacity) or (block, row, KV head).
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn run_quantized<F: MmaCode, T: MmaElement>(
         q: Global<T>,
@@ -72,92 +82,7 @@ impl<
         sin: Global<T>,
         position_ids: Global<i64>,
         seqlens: Seqlens,
-        head_sink: Global<T>,
-        k: Global<u8>,
-        v: Global<u8>,
-        k_scale: Global<f32>,
-        v_scale: Global<f32>,
-        out: Global<T>,
-        lse: Global<f32>,
-        partial_out: Global<f32>,
-        partial_states: Global<[f32; 2]>,
-        arrivals: Global<u32>,
-        p: DecodeParams,
-    ) {
-        const { Self::assert_codes::<F>() }
-        let rope = Rope { cos, sin, position_ids, params: p.rotary, offset: 0 };
-        let coding = Coding::new(k_scale, v_scale, &p);
-        let new_tokens = NewTokens::<Codes<T, F>> {
-            q,
-            k: new_k,
-            v: new_v,
-            present_k: k,
-            present_v: v,
-            rope,
-            coding,
-        };
-        let output =
-            Output { head_sink, results: Results::unscaled(out, Global::null()), lse, tokens: 0 };
-        let splits = Splits { columns: partial_out, states: partial_states, arrivals };
-        let (schedule, tree) = (Schedule::none(), Tree::none());
-        Self::step(new_tokens, seqlens, SideBySide, output, splits, schedule, tree, p);
-    }
-
-    /// The kernel for a paged KV cache, (block, row, KV head, head size). `block_table`, (batch,
-    /// blocks of a sequence), lists the blocks of each sequence. `starts` is cu_seqlens, (batch +
-    /// 1), or null if each sequence has one token. `tree_mask` has a word for each token of all
-    /// sequences or is null. `schedule` is written by [`schedule`](super::schedule()), or null.
-    #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub fn run_paged<T: MmaElement>(
-        q: Global<T>,
-        new_k: Global<T>,
-        new_v: Global<T>,
-        cos: Global<T>,
-        sin: Global<T>,
-        position_ids: Global<i64>,
         starts: Global<i32>,
-        past_seqlens: Global<i32>,
-        block_table: Global<i32>,
-        head_sink: Global<T>,
-        tree_mask: Global<i64>,
-        k: Global<T>,
-        v: Global<T>,
-        out: Global<T>,
-        lse: Global<f32>,
-        partial_out: Global<f32>,
-        partial_states: Global<[f32; 2]>,
-        arrivals: Global<u32>,
-        schedule: Global<u32>,
-        p: PagedDecodeParams,
-    ) {
-        let rope = Rope { cos, sin, position_ids, params: p.decode.rotary, offset: 0 };
-        let new_tokens =
-            NewTokens::<T> { q, k: new_k, v: new_v, present_k: k, present_v: v, rope, coding: () };
-        let output = Output {
-            head_sink,
-            results: Results::unscaled(out, Global::null()),
-            lse,
-            tokens: p.tokens,
-        };
-        let splits = Splits { columns: partial_out, states: partial_states, arrivals };
-        let seqlens = Seqlens::of_pages(past_seqlens);
-        let (blocks, tree) = (Blocks::new(starts, block_table, &p), Tree { words: tree_mask });
-        let schedule = Schedule { words: schedule };
-        Self::step(new_tokens, seqlens, blocks, output, splits, schedule, tree, p.decode);
-    }
-
-    /// The same over a quantized cache in one of the formats of `F`: (block, row, KV head, bytes of
-    /// a row).
-    #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub fn run_paged_quantized<F: MmaCode, T: MmaElement>(
-        q: Global<T>,
-        new_k: Global<T>,
-        new_v: Global<T>,
-        cos: Global<T>,
-        sin: Global<T>,
-        position_ids: Global<i64>,
-        starts: Global<i32>,
-        past_seqlens: Global<i32>,
         block_table: Global<i32>,
         head_sink: Global<T>,
         k: Global<u8>,
@@ -184,17 +109,21 @@ impl<
             rope,
             coding,
         };
-        let output = Output {
-            head_sink,
-            results: Results::unscaled(out, Global::null()),
-            lse,
-            tokens: p.tokens,
-        };
+        let layout = Self::layout(starts, block_table, &p);
+        let results = Results::unscaled(out, Global::null());
+        let output = Output { head_sink, results, lse, tokens: layout.packed_tokens() };
         let splits = Splits { columns: partial_out, states: partial_states, arrivals };
-        let seqlens = Seqlens::of_pages(past_seqlens);
-        let blocks = Blocks::new(starts, block_table, &p);
         let (schedule, tree) = (Schedule { words: schedule }, Tree::none());
-        Self::step(new_tokens, seqlens, blocks, output, splits, schedule, tree, p.decode);
+        Self::step(new_tokens, seqlens, layout, output, splits, schedule, tree, p.decode);
+    }
+
+    /// The layout of all sequences.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn layout(starts: Global<i32>, table: Global<i32>, p: &PagedDecodeParams) -> Layout {
+        if Self::TAKES_BLOCKS {
+            return Layout::new(starts, table, p);
+        }
+        Layout::new(starts, table, &PagedDecodeParams { log_block_size: CONTIGUOUS, ..*p })
     }
 
     /// Asserts that the shape's rows have the size of format `F`, and that the threads suffice to

@@ -1,7 +1,7 @@
 //! Merges the results of a cluster's CTAs through distributed shared memory, and the results of KV
 //! splits through global memory.
 
-use super::layout::{Heads, Layout};
+use super::layout::Heads;
 use super::products::Products;
 use super::{Decode, MAX_RANKS, Place};
 use crate::attention::out::Results;
@@ -193,7 +193,7 @@ impl<
 
     /// Writes the result of a CTA that has no peers, or stores it for the last split.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub(super) fn finish_alone<L: Layout, T: MmaElement>(
+    pub(super) fn finish_alone<T: MmaElement>(
         p: &DecodeParams,
         rows: &Rows,
         place: Place,
@@ -206,7 +206,7 @@ impl<
             let row = rows.row(r);
             for unit in Rolled(first..D8 as u32, Self::ACROSS) {
                 let column = unit * UNIT;
-                if L::PADS && L::is_padding(&p.attention, column) {
+                if H::is_padding(&p.attention, column) {
                     break;
                 }
                 let [low, high] =
@@ -228,7 +228,7 @@ impl<
 
     /// Finishes where the CTA has peers or splits: sums `N` columns at a time and writes them.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub(super) fn finish<L: Layout, T: MmaElement, const N: usize>(
+    pub(super) fn finish<T: MmaElement, const N: usize>(
         p: &DecodeParams,
         rows: &Rows,
         buffer: ReductionBuffer<D8>,
@@ -236,17 +236,17 @@ impl<
         splits: Splits,
     ) {
         if buffer.place.ranks > 1 {
-            Self::finish_received::<L, T, N>(p, rows, buffer, output, splits);
+            Self::finish_received::<T, N>(p, rows, buffer, output, splits);
         }
         if buffer.place.splits > 1 {
-            Self::finish_splits::<L, T, N>(p, rows, buffer, output, splits);
+            Self::finish_splits::<T, N>(p, rows, buffer, output, splits);
         }
     }
 
     /// Waits for the peers' partial results, sums them, and writes the owned columns or stores them
     /// for the last split.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn finish_received<L: Layout, T: MmaElement, const N: usize>(
+    fn finish_received<T: MmaElement, const N: usize>(
         p: &DecodeParams,
         rows: &Rows,
         buffer: ReductionBuffer<D8>,
@@ -258,7 +258,7 @@ impl<
             let (r, column) = buffer.column(i);
             let row = rows.row(r);
             buffer.wait();
-            if L::PADS && L::is_padding(&p.attention, column) {
+            if H::is_padding(&p.attention, column) {
                 continue;
             }
             let (state, sums) = buffer.sum::<N>(r, i);
@@ -275,7 +275,7 @@ impl<
 
     /// In the CTA that arrives last, sums what all splits stored and writes the owned columns.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn finish_splits<L: Layout, T: MmaElement, const N: usize>(
+    fn finish_splits<T: MmaElement, const N: usize>(
         p: &DecodeParams,
         rows: &Rows,
         buffer: ReductionBuffer<D8>,
@@ -286,7 +286,7 @@ impl<
             for i in Self::owned::<N>(buffer) {
                 let (r, column) = buffer.column(i);
                 let row = rows.row(r);
-                if L::PADS && L::is_padding(&p.attention, column) {
+                if H::is_padding(&p.attention, column) {
                     continue;
                 }
                 let (state, sums) = splits.sum::<N>(p, buffer.place, r, column);

@@ -4,7 +4,7 @@
 //! the cache: loads queue behind the many that an SM has in flight there.
 
 use super::cached::{Block, Cached, ScaleStaging, Tiles};
-use super::layout::Layout;
+use super::layout::{Heads, Layout};
 use crate::params::{DecodeParams, Strides};
 use crate::prologue::rope::Rope;
 use crate::simt::{Global, Rolled, Shared, cp_async_16, thread_idx};
@@ -46,7 +46,7 @@ pub(super) struct Rotations<T> {
 impl<C: Cached> NewTokens<C> {
     /// Starts copying the queries into their tile of `height` rows; rows past the last become zero.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub fn copy_queries<L: Layout, const D8: usize, const UNITS: usize>(
+    pub fn copy_queries<H: Heads, const D8: usize, const UNITS: usize>(
         &self,
         p: &DecodeParams,
         rows: &Rows,
@@ -60,7 +60,7 @@ impl<C: Cached> NewTokens<C> {
             let from = p.attention.q.at(rows.batch, row.head, rows.start + row.s);
             let from = from + (unit * UNIT) as usize;
             let exists = r < rows.count();
-            let exists = exists && !(L::PADS && L::is_padding(&p.attention, unit * UNIT));
+            let exists = exists && !H::is_padding(&p.attention, unit * UNIT);
             let from = if exists { from } else { 0 };
             cp_async_16(tiles.queries.place(r, unit).address(), self.q, from, exists);
         }
@@ -69,7 +69,7 @@ impl<C: Cached> NewTokens<C> {
     /// Starts copying the new keys and values into their tiles of `height` rows; rows past the last
     /// token become zero.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub fn copy_new<L: Layout, const D8: usize, const UNITS: usize>(
+    pub fn copy_new<H: Heads, const D8: usize, const UNITS: usize>(
         &self,
         p: &DecodeParams,
         rows: &Rows,
@@ -82,11 +82,11 @@ impl<C: Cached> NewTokens<C> {
         for unit in Rolled(thread_idx()..height * D8 as u32, threads) {
             let (s, unit) = (unit / D8 as u32, unit % D8 as u32);
             let exists = s < new_rows(p, rows);
-            let exists = exists && !(L::PADS && L::is_padding(&p.attention, unit * UNIT));
+            let exists = exists && !H::is_padding(&p.attention, unit * UNIT);
             let row = if exists { u64::from(s) } else { 0 };
             let from = |head: usize, rows_of: Strides| {
                 let start = head + (row * rows_of.row) as usize;
-                if L::PADS && !exists { start } else { start + (unit * UNIT) as usize }
+                if H::PAD && !exists { start } else { start + (unit * UNIT) as usize }
             };
             let (key, value) = (tiles.keys.place(s, unit), tiles.values.place(s, unit));
             cp_async_16(key.address(), self.k, from(keys, p.new_k), exists);
@@ -153,12 +153,12 @@ impl<C: Cached> NewTokens<C> {
 
     /// Appends the new keys and values, except for tokens without a row in the cache.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub fn append<L: Layout, const D8: usize, const UNITS: usize>(
+    pub fn append<H: Heads, const D8: usize, const UNITS: usize>(
         &self,
         p: &DecodeParams,
         rows: &Rows,
         tiles: &Tiles<C, D8, UNITS>,
-        layout: L,
+        layout: Layout,
         staging: ScaleStaging,
         block: Block,
     ) {
@@ -177,7 +177,7 @@ impl<C: Cached> NewTokens<C> {
         }
         for unit in Rolled(thread_idx()..new_rows(p, rows) * UNITS as u32, threads) {
             let (s, unit) = (unit / UNITS as u32, unit % UNITS as u32);
-            if L::PADS && L::is_padding(a, unit * (UNIT * D8 as u32 / UNITS as u32)) {
+            if H::is_padding(a, unit * (UNIT * D8 as u32 / UNITS as u32)) {
                 continue;
             }
             let place = layout.place(past + s);

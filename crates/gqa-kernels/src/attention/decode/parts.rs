@@ -65,9 +65,9 @@ impl<
     /// that was made for these shapes and lengths, and if it is sound there. All threads take it
     /// from shared memory, where it is saved: however it was found, the compiler sees one load.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub(super) fn part_of<L: Layout>(
+    pub(super) fn part_of(
         p: &DecodeParams,
-        layout: L,
+        layout: Layout,
         lengths: Seqlens,
         schedule: Schedule,
     ) -> Option<Place> {
@@ -141,15 +141,15 @@ impl<
 
     /// Whether this call divides keys by lengths.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub(super) fn divides<L: Layout>(p: &DecodeParams) -> bool {
-        L::DIVIDES && divides(Self::HEAD_SIZE, Self::IS_QUANTIZED) && p.parts > 0
+    pub(super) fn divides(p: &DecodeParams) -> bool {
+        divides(Self::HEAD_SIZE, Self::IS_QUANTIZED) && p.parts > 0
     }
 
     /// Whether the place is read again from shared memory after the main loop, because it is too
     /// long to recompute.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub(super) fn keeps_place<L: Layout>() -> bool {
-        L::DIVIDES && divides(Self::HEAD_SIZE, Self::IS_QUANTIZED) && Self::FORGETS
+    pub(super) fn keeps_place() -> bool {
+        divides(Self::HEAD_SIZE, Self::IS_QUANTIZED) && Self::FORGETS
     }
 
     /// Saves the CTA's place.

@@ -33,16 +33,17 @@ pub(super) struct KvRange {
 impl KvRange {
     /// Tiles go to the ranks in turn, so that all ranks read neighbouring rows at a time.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub fn new<L: Layout>(
+    pub fn new(
         p: &DecodeParams,
         rows: &Rows,
         place: Place,
         keys: u32,
+        layout: Layout,
         tree: Tree,
     ) -> Self {
-        let mut span = tree.span::<L>(rows);
-        if L::PIECE < u32::MAX {
-            span.some.first = span.some.first / L::PIECE * L::PIECE;
+        let mut span = tree.span(rows, layout);
+        if layout.is_paged() {
+            span.some.first = span.some.first / Layout::PIECE * Layout::PIECE;
         }
         let cached = if p.new_len > 0 { rows.seqlen.past } else { rows.seqlen.total };
         let old_end = span.some.end.min(cached);
@@ -87,14 +88,14 @@ impl KvRange {
 
 /// The cached rows of one KV head.
 #[derive(Clone, Copy)]
-pub(super) struct Cache<C: Cached, L: Layout, const UNITS: usize> {
+pub(super) struct Cache<C: Cached, const UNITS: usize> {
     pub k: Global<C::Cell>,
     pub v: Global<C::Cell>,
     pub lanes: WarpCopy<UNITS>,
-    pub layout: L,
+    pub layout: Layout,
 }
 
-impl<C: Cached, L: Layout, const UNITS: usize> Cache<C, L, UNITS> {
+impl<C: Cached, const UNITS: usize> Cache<C, UNITS> {
     /// The rows of a row tile's KV head. `lanes` is set later.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn of(
@@ -102,7 +103,7 @@ impl<C: Cached, L: Layout, const UNITS: usize> Cache<C, L, UNITS> {
         rows: &Rows,
         k: Global<C::Cell>,
         v: Global<C::Cell>,
-        layout: L,
+        layout: Layout,
     ) -> Self {
         Self {
             k: k.offset(a.k.at(rows.batch, rows.kv_head, 0)),

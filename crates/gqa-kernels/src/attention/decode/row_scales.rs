@@ -52,11 +52,11 @@ impl<
 {
     /// Loads the scales of a tile; 0 for rows past the end or without a block.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub(super) fn load_row_scales<C: Cached, L: Layout>(
+    pub(super) fn load_row_scales<C: Cached>(
         p: &DecodeParams,
         rows: &Rows,
         range: &KvRange,
-        cache: &Cache<C, L, UNITS>,
+        cache: &Cache<C, UNITS>,
         coding: C::Coding,
         tile: u32,
     ) -> OfTile {
@@ -66,16 +66,16 @@ impl<
         let (begin, layout) = (range.begin(tile), cache.layout);
         let offsets = Self::find_tile(layout, range, tile);
         let (first, step) = layout.scales(&p.attention, rows);
-        let height = L::PIECE.min(Self::KEYS);
+        let height = Layout::PIECE.min(Self::KEYS);
         core::array::from_fn(|pass| {
             let key = lane() + 32 * pass as u32;
             if key >= Self::KEYS || begin + key >= range.old_end {
                 return [0.0; 2];
             }
-            let mut place = layout.place_of(offsets, 0, begin) + key;
+            let mut place = layout.place_of(offsets, 0, begin, 0) + key;
             for piece in 1..Self::KEYS / height {
                 if key >= piece * height {
-                    let start = layout.place_of(offsets, piece, begin + piece * height);
+                    let start = layout.place_of(offsets, piece, begin, piece * height);
                     place = start + key - piece * height;
                 }
             }

@@ -19,7 +19,7 @@
 //! **Grid**: one CTA of [`SCHEDULE_THREADS`] threads. **Shared memory**: key tiles (sequence).
 
 use super::division::{Division, MOST_DIVIDED, Part, most, tiles_of};
-use super::layout::Blocks;
+use super::layout::Layout;
 use crate::params::{DecodeParams, DecodeScheduleParams};
 use crate::simt::{Global, Rolled, Shared, sync_threads, thread_idx};
 use crate::tile::seqlens::Seqlens;
@@ -87,18 +87,13 @@ impl Shape {
     }
 }
 
-/// A schedule in device memory, or none.
+/// A schedule in device memory; null: none.
 #[derive(Clone, Copy)]
 pub(super) struct Schedule {
     pub(super) words: Global<u32>,
 }
 
 impl Schedule {
-    #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub(super) fn none() -> Self {
-        Self { words: Global::null() }
-    }
-
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn is_given(self) -> bool {
         !self.words.is_null()
@@ -157,7 +152,7 @@ pub fn schedule(
     let DecodeScheduleParams { step, keys, shortest } = p;
     let (decode, a) = (&step.decode, &step.decode.attention);
     let shape = Shape::of(decode, keys, shortest);
-    let layout = Blocks::new(starts, Global::null(), &step);
+    let layout = Layout::new(starts, Global::null(), &step);
     let (sequences, ctas) = (a.batch.min(MOST_DIVIDED), shape.ctas);
     let (lengths, tiles) = (Seqlens::of_pages(past_seqlens), Shared::at(0));
     for b in Rolled(thread_idx()..sequences, SCHEDULE_THREADS) {

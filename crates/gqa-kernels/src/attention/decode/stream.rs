@@ -11,7 +11,7 @@
 //! tile is not copied.
 
 use super::cached::{Cached, first_channel};
-use super::layout::{Heads, Layout};
+use super::layout::{Heads, Layout, Offsets};
 use super::new_tokens::new_rows;
 use super::products::{self, Products, is_tight};
 use super::range::{Cache, KvRange};
@@ -28,6 +28,7 @@ use crate::tile::columns::{Columns, load_depth, load_queries, weigh};
 use crate::tile::copy::{UNIT, wait_for_all_but};
 use crate::tile::flipped;
 use crate::tile::fragment::{Fragments, column_of, row_of};
+use crate::tile::pages::is_somewhere;
 use crate::tile::rows::Rows;
 use crate::tile::softmax::{ScoreScale, States, hide, mask, total};
 use crate::tile::swizzle::{Swizzled, WarpCopy, WarpRead};
@@ -76,11 +77,7 @@ impl<
     /// Starts copying the team's first keys before the length is known. Keys past the end are
     /// masked later, like all keys that no query sees. The copies belong to the next group.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub(super) fn start_ahead<C: Cached, L: Layout>(
-        p: &DecodeParams,
-        place: Place,
-        cache: &Cache<C, L, UNITS>,
-    ) {
+    pub(super) fn start_ahead<C: Cached>(p: &DecodeParams, place: Place, cache: &Cache<C, UNITS>) {
         let (ranks, index) = place.among();
         let begin = (Self::team() * ranks + index) * Self::KEYS;
         let end = p.attention.capacity;
@@ -97,14 +94,10 @@ impl<
     /// Starts the copies of the warp's first tiles; with `ahead`, those of the first keys are in
     /// flight already. Returns whether one of the tiles has a row without a block.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub(super) fn start<C: Cached, L: Layout>(
-        range: &KvRange,
-        cache: &Cache<C, L, UNITS>,
-        ahead: bool,
-    ) -> bool {
+    pub(super) fn start<C: Cached>(range: &KvRange, cache: &Cache<C, UNITS>, ahead: bool) -> bool {
         let tile_of = |slot| range.start(Self::team()) + slot * range.step(Self::TEAMS);
         // All lookups are in flight before the first copy waits for its own.
-        let offsets: [L::Offsets; MAX_STAGES] =
+        let offsets: [Offsets; MAX_STAGES] =
             core::array::from_fn(|slot| Self::find_tile(cache.layout, range, tile_of(slot as u32)));
         let mut lacks_rows = false;
         for slot in 0..STAGES {
@@ -122,13 +115,13 @@ impl<
 
     /// Whether a tile of the team has rows without a block; `offsets` is the warp's part of it.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub(super) fn tile_lacks_rows<L: Layout>(
-        layout: L,
+    pub(super) fn tile_lacks_rows(
+        layout: Layout,
         range: &KvRange,
         tile: u32,
-        offsets: L::Offsets,
+        offsets: Offsets,
     ) -> bool {
-        if !L::MAY_LACK_ROWS || Self::TEAM == 1 {
+        if !layout.is_paged() || Self::TEAM == 1 {
             return layout.lacks_rows(offsets);
         }
         layout.lacks_rows(layout.find(range.begin(tile), range.old_end, Self::KEYS))
@@ -137,26 +130,26 @@ impl<
     /// Whether the new token that this lane looks up has no block. Together the lanes of a warp
     /// look up every block that new tokens are appended to.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub(super) fn new_row_is_nowhere<L: Layout>(
+    pub(super) fn new_row_is_nowhere(
         p: &DecodeParams,
         rows: &Rows,
         range: &KvRange,
-        layout: L,
+        layout: Layout,
     ) -> bool {
-        const { assert!(!L::MAY_LACK_ROWS || Self::KEYS <= 31 * L::PIECE) }
+        const { assert!(Self::KEYS <= 31 * Layout::PIECE) }
         let new = new_rows(p, rows);
-        if !L::MAY_LACK_ROWS || !range.has_new_tokens || new == 0 {
+        if !layout.is_paged() || !range.has_new_tokens || new == 0 {
             return false;
         }
-        let further = (lane() * L::PIECE).min(new - 1);
+        let further = (lane() * Layout::PIECE).min(new - 1);
         !layout.is_somewhere(layout.place(range.past + further))
     }
 
     /// Masks keys without a block in the tile that starts at row `begin`.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub(super) fn hide_nowhere<L: Layout, const BLOCKS: usize>(
+    pub(super) fn hide_nowhere<const BLOCKS: usize>(
         a: &AttentionParams,
-        layout: L,
+        layout: Layout,
         begin: u32,
         scores: &mut Fragments<BLOCKS, N8>,
     ) {
@@ -165,20 +158,20 @@ impl<
 
     /// Whether a row has no block.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn is_nowhere<L: Layout>(a: &AttentionParams, layout: L, row: u32) -> bool {
+    fn is_nowhere(a: &AttentionParams, layout: Layout, row: u32) -> bool {
         !layout.is_somewhere(layout.place(row.min(a.capacity - 1)))
     }
 
     /// Looks up the page offsets of the warp's part of a tile.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub(super) fn find_tile<L: Layout>(layout: L, range: &KvRange, tile: u32) -> L::Offsets {
+    pub(super) fn find_tile(layout: Layout, range: &KvRange, tile: u32) -> Offsets {
         Self::find(layout, range.begin(tile), range.old_end)
     }
 
     /// Looks up the page offsets of the warp's part of the tile that starts at row `begin`. Rows
     /// from `end` on need no block.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn find<L: Layout>(layout: L, begin: u32, end: u32) -> L::Offsets {
+    fn find(layout: Layout, begin: u32, end: u32) -> Offsets {
         let (first, rows) = Self::part();
         layout.find(begin + first, end, rows)
     }
@@ -192,11 +185,11 @@ impl<
 
     /// Starts copying a tile as one group, which is empty if the rank's KV range has no such tile.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub(super) fn copy<C: Cached, L: Layout>(
+    pub(super) fn copy<C: Cached>(
         place: Swizzled<C::Cell, UNITS>,
-        cache: &Cache<C, L, UNITS>,
+        cache: &Cache<C, UNITS>,
         source: Global<C::Cell>,
-        offsets: L::Offsets,
+        offsets: Offsets,
         range: &KvRange,
         tile: u32,
     ) {
@@ -210,28 +203,43 @@ impl<
     /// Starts copying the warp's part of the tile that starts at row `begin`; rows from `end` on
     /// become zero.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn copy_rows<C: Cached, L: Layout>(
+    fn copy_rows<C: Cached>(
         place: Swizzled<C::Cell, UNITS>,
-        cache: &Cache<C, L, UNITS>,
+        cache: &Cache<C, UNITS>,
         source: Global<C::Cell>,
-        offsets: L::Offsets,
+        offsets: Offsets,
         begin: u32,
         end: u32,
     ) {
         let lanes =
             if Self::IS_TIGHT { &WarpCopy::of(opaque(lane()), place) } else { &cache.lanes };
-        let (first, rows) = Self::part();
-        let height = L::PIECE.min(rows);
-        for piece in 0..rows / height {
-            let within = first + piece * height;
-            let begin = begin + within;
-            let cells = UNITS as u32 * Swizzled::<C::Cell, UNITS>::PER_UNIT;
-            let source = cache.layout.row(offsets, piece, source, begin, cells);
-            let mut valid = end.saturating_sub(begin);
-            if !cache.layout.is_somewhere(cache.layout.place_of(offsets, piece, begin)) {
+        let ((first, rows), layout) = (Self::part(), cache.layout);
+        // A lane copies the same unit of each of its rows, or nothing.
+        let is_padding = H::PAD && lane() % UNITS as u32 >= layout.head_size / Self::PER_UNIT;
+        let start = |piece: [u32; 2], place_of: u32, mut valid: u32| {
+            let [within, height] = piece;
+            let source = source.offset(layout.offset(place_of));
+            if is_padding {
                 valid = 0;
             }
-            cache.layout.start(lanes, place.from(within), height, source, valid);
+            if layout.is_paged() || H::PAD {
+                lanes.start_apart(place.from(within), height, source, layout.stride, valid);
+            } else {
+                lanes.start(place.from(within), height, source, valid);
+            }
+        };
+        if !layout.is_paged() {
+            let begin = begin + first;
+            return start([first, rows], begin, end.saturating_sub(begin));
+        }
+        let height = Layout::PIECE.min(rows);
+        for piece in 0..rows / height {
+            let within = first + piece * height;
+            let place_of = offsets[piece as usize];
+            let valid = end.saturating_sub(begin + within);
+            // opaque(): otherwise the size of each copy is selected, not that of the piece.
+            let valid = opaque(if is_somewhere(place_of) { valid } else { 0 });
+            start([within, height], place_of, valid);
         }
     }
 
@@ -240,18 +248,18 @@ impl<
     /// first such tile on, every tile is tested. Returns the softmax states, the accumulators, and
     /// with per-token scales the factor of the accumulators.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub(super) fn attend<C: Cached, L: Layout>(
+    pub(super) fn attend<C: Cached>(
         p: &DecodeParams,
         rows: &Rows,
         range: &KvRange,
-        cache: Cache<C, L, UNITS>,
+        cache: Cache<C, UNITS>,
         of_rows: RowScales<C>,
         unit: f32,
         tree: Tree,
         lacks_rows: bool,
     ) -> (States<M>, Columns<M, D8>, f32) {
         let a = &p.attention;
-        let mut lacks_rows = L::MAY_LACK_ROWS && any_sync(lacks_rows);
+        let mut lacks_rows = cache.layout.is_paged() && any_sync(lacks_rows);
         let RowScales { coding, staging } = of_rows;
         let scale = ScoreScale::new(a.scale * unit, a.softcap);
         let visible_of = |m: usize, r: u32| rows.row(16 * m as u32 + r).visible;
@@ -331,7 +339,7 @@ impl<
                     tree.mask(&mut weights, bounds, word);
                 }
             }
-            if lacks_rows {
+            if cache.layout.is_paged() && lacks_rows {
                 if flips {
                     flipped::hide(&mut weights, begin, |row| {
                         Self::is_nowhere(a, cache.layout, row)

@@ -6,7 +6,7 @@
 
 use super::Decode;
 use super::cached::Cached;
-use super::layout::{Heads, Layout};
+use super::layout::Heads;
 use super::products::{Products, first_row};
 use super::range::{Cache, KvRange};
 use super::tree::Tree;
@@ -36,16 +36,16 @@ impl<
     /// Attends to the team's part of the rank's KV range; `lacks_rows` as in
     /// [`attend`](Self::attend).
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub(super) fn attend_together<C: Cached, L: Layout>(
+    pub(super) fn attend_together<C: Cached>(
         p: &DecodeParams,
         rows: &Rows,
         range: &KvRange,
-        cache: Cache<C, L, UNITS>,
+        cache: Cache<C, UNITS>,
         tree: Tree,
         lacks_rows: bool,
     ) -> (States<1>, Fragments<1, D8>) {
         let a = &p.attention;
-        let mut lacks_rows = L::MAY_LACK_ROWS && any_sync(lacks_rows);
+        let mut lacks_rows = cache.layout.is_paged() && any_sync(lacks_rows);
         let scale = ScoreScale::new(a.scale, a.softcap);
         let first_row = first_row();
         let lane = P::lane::<C::Operand, D8, UNITS>(Self::queries());
@@ -90,7 +90,7 @@ impl<
                         tree.mask(&mut weights, bounds, word);
                     }
                 }
-                if lacks_rows {
+                if cache.layout.is_paged() && lacks_rows {
                     Self::hide_nowhere(a, cache.layout, begin, &mut weights);
                 }
                 let rescale = |_, half, factor| {

@@ -27,10 +27,10 @@ impl Tree {
 
     /// The keys that a tile sees. With a tree mask there is neither a window nor a causal mask.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub fn span<L: Layout>(self, rows: &Rows) -> Span {
+    pub fn span(self, rows: &Rows, layout: Layout) -> Span {
         if self.is_none() {
             // Packed tokens have no padding, but may have rows without a key.
-            return if L::MAY_BE_EMPTY { rows.span_of_tokens() } else { rows.span() };
+            return if layout.is_paged() { rows.span_of_tokens() } else { rows.span() };
         }
         let of_keys = |end| Visible { first: 0, end };
         let past = (rows.seqlen.past as i32).max(0) as u32;
@@ -84,12 +84,7 @@ impl<
 
     /// Prefetches the word of one of the warp's rows; 0 if there is none.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub(super) fn load_word<L: Layout>(
-        a: &AttentionParams,
-        rows: &Rows,
-        layout: L,
-        tree: Tree,
-    ) -> u64 {
+    pub(super) fn load_word(a: &AttentionParams, rows: &Rows, layout: Layout, tree: Tree) -> u64 {
         const { assert!(Self::WORDS <= 32, "a lane has one word") }
         if tree.is_none() || lane() >= Self::WORDS {
             return 0;

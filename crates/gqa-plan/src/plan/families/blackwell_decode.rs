@@ -2,11 +2,11 @@
 //! blocks that share the keys, behind a launch that rotates and appends.
 
 use super::decode;
-use super::decode_paged::{attention_params, paged_params};
+use super::decode::{cache_of, paged_attention, paged_params};
 use super::hopper::tensor_map;
 use super::hopper_paged::pages;
 use crate::Result;
-use crate::plan::build::{block_rows, launch, pages_strides, tensor};
+use crate::plan::build::{block_rows, launch, tensor};
 use crate::plan::decision::Rejection;
 use crate::plan::device::Capability;
 use crate::plan::family::{Call, Family, FusedPrologue, Job, Kernel};
@@ -187,8 +187,8 @@ fn over_rows(kernel: &Kernel, job: Job<'_>) -> Result<Launch> {
 fn over_blocks(kernel: &Kernel, job: Job<'_>) -> Result<Launch> {
     let (p, longest) = (job.problem, job.task.longest);
     let pages = pages(p)?;
-    let cache = pages_strides(p, pages, p.key_cache_dtype().size());
-    let params = step(kernel, &job, attention_params(&job, cache)?)?;
+    let cache = cache_of(p, pages);
+    let params = step(kernel, &job, paged_attention(&job, cache)?)?;
     let AttentionParams { head_size, kv_heads, .. } = params.attention;
     let grid = kernels::grid(&params, kernel.cluster);
     let params = paged_params(params, cache, pages, longest)?;

@@ -1,7 +1,9 @@
 //! `decode`: a decode step in one launch, by clusters of CTAs where the GPU has them: it rotates,
-//! appends and attends. Also the code that `decode_quantized` and the paged families share with it.
+//! appends and attends, over contiguous and over paged KV caches. Also the code that
+//! `decode_quantized` shares with it.
 
-use crate::plan::build::{element, launch, tensor, u32_of};
+use super::decode_parts::in_parts;
+use crate::plan::build::{element, launch, page_steps, pages_strides, tensor, u32_of};
 use crate::plan::cost::decode::{Device, Halves, Shape, shape as fastest};
 use crate::plan::decision::Rejection;
 use crate::plan::device::{Capability, DeviceInfo};
@@ -13,29 +15,39 @@ use crate::plan::params::{
 };
 use crate::plan::{requirements, select};
 use crate::tensors::TensorId;
-use crate::{CacheBinding, Problem, Result};
+use crate::{CacheBinding, Pages, Problem, Result};
 use bytemuck::Zeroable;
 use gqa_kernels::attention::decode;
+use gqa_kernels::concept::pages::CONTIGUOUS;
 use gqa_kernels::num::Format;
-use gqa_kernels::params::{AttentionParams, DecodeParams, RotaryParams, Strides, overlap};
+use gqa_kernels::params::{
+    AttentionParams, DecodeParams, PageSteps, PagedDecodeParams, RotaryParams, Strides, overlap,
+};
 use gqa_kernels::registry::{self, Entry, entries};
 use std::cmp::Reverse;
 
-pub(super) struct Decode;
+pub(super) struct Decode {
+    pub(super) paged: bool,
+}
 
 impl Family for Decode {
     fn module(&self) -> registry::Family {
         registry::Family::Decode
     }
 
+    fn is_paged(&self) -> bool {
+        self.paged
+    }
+
     fn options(&self) -> &'static [PlanOption] {
         use PlanOption::{Cluster, DisableFlashAttention, DisableFlashDecode, Splits};
-        &[DisableFlashAttention, DisableFlashDecode, Splits, Cluster]
+        match self.paged {
+            true => OPTIONS,
+            false => &[DisableFlashAttention, DisableFlashDecode, Splits, Cluster],
+        }
     }
 
     fn choose(&self, call: &Call<'_>) -> Result<Kernel, Rejection> {
-        requirements::output_of(call.forced, call.problem)?;
-        requirements::flash(call.problem)?;
         choose(self.module(), call)
     }
 
@@ -62,8 +74,16 @@ pub(super) const OPTIONS: &[PlanOption] = &[
 /// kernels (`docs/perf-log.md`).
 const MAX_ROWS: usize = 128;
 
-/// The module's kernel for the call and its shape.
+/// The module's kernel for the call and its shape. Blocks consist of whole pieces, and several
+/// tokens of a sequence there differ by their positions only, not by a mask.
 pub(super) fn choose(module: registry::Family, call: &Call<'_>) -> Result<Kernel, Rejection> {
+    requirements::output_of(call.forced, call.problem)?;
+    if !call.problem.has_single_tokens() {
+        requirements::flash(call.problem)?;
+    }
+    if call.problem.pages.is_some() {
+        requirements::blocks_of(call.problem, decode::Layout::PIECE)?;
+    }
     let entry = entry(module, call)?;
     reads_rows(call.problem)?;
     if call.forced.is_none() {
@@ -73,7 +93,10 @@ pub(super) fn choose(module: registry::Family, call: &Call<'_>) -> Result<Kernel
     if p.cache == CacheBinding::Shared && p.new_len > max as usize {
         return Err(Rejection::NewRows { got: p.new_len, max });
     }
-    shape(call, entry)
+    let kernel = shape(call, entry)?;
+    // Over blocks, kernels divide the sequences among themselves first (`mixed.rs`).
+    let divided = if call.problem.pages.is_none() { in_parts(&kernel, call) } else { None };
+    Ok(divided.unwrap_or(kernel))
 }
 
 /// The kernel for the call's type, head size and rows: one of a larger head size only where none
@@ -89,6 +112,7 @@ fn entry(module: registry::Family, call: &Call<'_>) -> Result<&'static Entry, Re
             && (entry.formats.is_empty() || entry.holds(format))
             && element(p.dtype) == Some(entry.dtype)
             && (!p.tree_mask || takes_trees(entry))
+            && (p.pages.is_none() || takes_blocks(entry))
     };
     let typed = || entries().filter(is_typed);
     if typed().next().is_none() {
@@ -125,6 +149,11 @@ fn entry(module: registry::Family, call: &Call<'_>) -> Result<&'static Entry, Re
     };
     let whole = of_16.filter(|entry| is_half_of_32 && tiles(entry) > 1 && shares(entry));
     Ok(whole.unwrap_or(chosen))
+}
+
+/// Whether the kernel reads caches that consist of blocks.
+fn takes_blocks(entry: &Entry) -> bool {
+    decode::takes_blocks(entry.head_size / (8 * values_per_element(entry)))
 }
 
 /// Whether the kernel takes a tree mask. Tiles of 8 rows have no room for a word for each of the 16
@@ -330,10 +359,18 @@ fn has_counters(params: &AttentionParams, kernel: &Kernel) -> Result<(), Rejecti
 
 /// The launch.
 pub(super) fn launches(kernel: &Kernel, job: Job<'_>) -> Result<Vec<Launch>> {
-    let params = step_params(kernel, &job, attention_params(kernel, &job)?)?;
-    let device = job.device;
-    let bound = bound(kernel, job, &params)?;
-    let grid = decode::grid(&params, kernel.cluster);
+    let (p, device) = (job.problem, job.device);
+    let attention = match p.pages {
+        Some(pages) => paged_attention(&job, cache_of(p, pages))?,
+        None => attention_params(kernel, &job)?,
+    };
+    let step = step_params(kernel, &job, attention)?;
+    let params = match p.pages {
+        Some(pages) => paged_params(step, cache_of(p, pages), pages, job.task.longest)?,
+        None => contiguous_params(step),
+    };
+    let bound = bound(kernel, job, &step)?;
+    let grid = decode::grid(&step, kernel.cluster);
     in_clusters(kernel, device, launch(kernel.entry, grid, &bound, &params)?)
 }
 
@@ -351,6 +388,52 @@ pub(super) fn in_clusters(
 pub(super) fn attention_params(kernel: &Kernel, job: &Job<'_>) -> Result<AttentionParams> {
     let params = params(job.problem, job.rows.query.strides, 1)?;
     Ok(in_bytes(kernel, job.problem, params))
+}
+
+/// The same over blocks: the cache is (block, row, head), and the output's rows are tokens.
+pub(super) fn paged_attention(job: &Job<'_>, cache: Strides) -> Result<AttentionParams> {
+    let params = params(job.problem, job.rows.query.strides, 1)?;
+    let cache = Strides { batch: 0, ..cache };
+    let out = Strides { batch: 0, ..params.out };
+    Ok(AttentionParams { k: cache, v: cache, out, ..params })
+}
+
+/// Strides of blocks, in cells of the cache.
+pub(super) fn cache_of(p: &Problem, pages: Pages) -> Strides {
+    pages_strides(p, pages, p.key_cache_dtype().size())
+}
+
+/// What a decode step over blocks is told besides.
+pub(super) fn paged_params(
+    decode: DecodeParams,
+    cache: Strides,
+    pages: Pages,
+    longest: usize,
+) -> Result<PagedDecodeParams> {
+    Ok(PagedDecodeParams {
+        decode,
+        steps: page_steps(cache),
+        per_sequence: u32_of("blocks of a sequence", pages.columns())?,
+        log_block_size: pages.block_size.ilog2(),
+        blocks: u32_of("blocks", pages.blocks)?,
+        tokens: u32_of("tokens", pages.tokens)?,
+        longest: u32_of("query rows", longest)?,
+        counts_new: pages.counts_new.into(),
+    })
+}
+
+/// The same over a contiguous cache, in which a head's rows lie side by side.
+fn contiguous_params(decode: DecodeParams) -> PagedDecodeParams {
+    PagedDecodeParams {
+        decode,
+        steps: PageSteps { row: 1, unit: decode.attention.k.row as u32, ..PageSteps::default() },
+        per_sequence: 0,
+        log_block_size: CONTIGUOUS,
+        blocks: 0,
+        tokens: 0,
+        longest: 0,
+        counts_new: 0,
+    }
 }
 
 fn in_bytes(kernel: &Kernel, p: &Problem, params: AttentionParams) -> AttentionParams {
@@ -409,15 +492,15 @@ fn overlap(p: &Problem, appends: bool, task: Task) -> u32 {
 }
 
 /// The arguments of a decode step.
-pub(super) fn bound(
-    kernel: &Kernel,
-    job: Job<'_>,
-    params: &DecodeParams,
-) -> Result<Vec<(&'static str, Arg)>> {
+fn bound(kernel: &Kernel, job: Job<'_>, params: &DecodeParams) -> Result<Vec<(&'static str, Arg)>> {
     let (p, rows) = (job.problem, job.rows);
     let fused = FusedPrologue::of_new_rows(p, kernel.entry, job.task.fused).new_rows;
     let given = |id| if fused { tensor(p, id, 0) } else { Arg::Null };
     let new = |arg: Arg| if fused && !job.task.appended { arg } else { Arg::Null };
+    let of_pages = |id, is_used| if is_used { tensor(p, id, 0) } else { Arg::Null };
+    let has_pages = p.pages.is_some();
+    let has_starts = p.pages.is_some_and(|pages| !pages.one_each);
+    let divides = has_pages && (1..=decode::MOST_SLOTS).contains(&kernel.parts);
     let mut bound = arguments(p, &rows);
     bound.extend([
         ("new_k", new(rows.key.arg)),
@@ -425,6 +508,9 @@ pub(super) fn bound(
         ("cos", given(TensorId::CosCache)),
         ("sin", given(TensorId::SinCache)),
         ("position_ids", given(TensorId::PositionIds)),
+        ("starts", of_pages(TensorId::CumulativeSequenceLength, has_starts)),
+        ("block_table", of_pages(TensorId::BlockTable, has_pages)),
+        ("schedule", of_pages(TensorId::Schedule, divides)),
     ]);
     bound.extend(scale_tensors(p));
     let [out, states, arrivals] = partials(kernel, job, params)?;
@@ -453,9 +539,9 @@ fn partials(kernel: &Kernel, job: Job<'_>, params: &DecodeParams) -> Result<[Arg
 /// cluster then appends later, which costs more than loading early gains (`docs/perf-log.md`).
 /// Pages past the end are undefined: do not load them early.
 fn loads_early(p: &Problem, kernel: &Kernel, appends: bool) -> bool {
-    let Kernel { entry, splits, cluster, .. } = *kernel;
+    let Kernel { entry, splits, cluster, parts } = *kernel;
     let row_tiles = p.packed_rows().div_ceil(entry.rows as usize);
-    let is_alone = splits == 1 && row_tiles == 1;
+    let is_alone = splits == 1 && parts == 0 && row_tiles == 1;
     let most_ahead = (cluster * entry.threads / 32 * entry.keys) as usize;
     let has_more = cluster == 1 || p.total_len > 2 * most_ahead;
     p.window.is_none() && p.pages.is_none() && has_more && (!appends || is_alone)

@@ -9,11 +9,17 @@ use crate::plan::requirements;
 use crate::{Problem, Result};
 use gqa_kernels::registry::{self, Entry};
 
-pub(super) struct DecodeQuantized;
+pub(super) struct DecodeQuantized {
+    pub(super) paged: bool,
+}
 
 impl Family for DecodeQuantized {
     fn module(&self) -> registry::Family {
         registry::Family::DecodeQuantized
+    }
+
+    fn is_paged(&self) -> bool {
+        self.paged
     }
 
     fn options(&self) -> &'static [PlanOption] {
@@ -21,9 +27,9 @@ impl Family for DecodeQuantized {
     }
 
     fn choose(&self, call: &Call<'_>) -> Result<Kernel, Rejection> {
-        requirements::output_of(call.forced, call.problem)?;
-        requirements::flash(call.problem)?;
-        requirements::shared_and_quantized(call.problem)?;
+        if !self.paged {
+            requirements::shared_and_quantized(call.problem)?;
+        }
         decode::choose(self.module(), call)
     }
 

@@ -4,8 +4,7 @@ mod blackwell;
 mod blackwell_decode;
 mod blackwell_paged;
 mod decode;
-mod decode_paged;
-mod decode_paged_quantized;
+mod decode_parts;
 mod decode_quantized;
 mod general;
 mod hopper;
@@ -35,8 +34,8 @@ use crate::problem::Problem;
 /// Families for contiguous KV caches, best first: the order in which the cascade asks them.
 pub(super) static CONTIGUOUS: [&dyn Family; 19] = [
     &blackwell_decode::BlackwellDecode { paged: false },
-    &decode_quantized::DecodeQuantized,
-    &decode::Decode,
+    &decode_quantized::DecodeQuantized { paged: false },
+    &decode::Decode { paged: false },
     &split_kv::SplitKv,
     &split_kv_masked::SplitKvMasked,
     &hopper_float8::HopperFloat8,
@@ -61,10 +60,10 @@ const LATENT_MMA: &dyn Family = &latent_mma::LatentMma { paged: true };
 /// which they are asked (`mixed.rs`).
 pub(super) static PAGED: [Paged; 11] = [
     paged(&blackwell_decode::BlackwellDecode { paged: true }, Short, |p, _| !p.latent),
-    paged(&decode_paged::DecodePaged, Short, |p, _| {
+    paged(&decode::Decode { paged: true }, Short, |p, _| {
         is_plain(p) && p.head_size <= LARGEST_DECODE_HEAD
     }),
-    paged(&decode_paged_quantized::DecodePagedQuantized, Short, |p, _| {
+    paged(&decode_quantized::DecodeQuantized { paged: true }, Short, |p, _| {
         !p.latent && p.quantized.is_some()
     }),
     paged(&hopper_wide::HopperWide { paged: true }, Short, |p, _| {
@@ -91,7 +90,7 @@ const fn paged(
     Paged { family, sequences, concerns }
 }
 
-/// Largest heads of `decode_paged`.
+/// Largest heads of `decode` over a paged KV cache.
 pub(super) const LARGEST_DECODE_HEAD: usize = 256;
 
 /// Whether keys and values are apart, and not quantized.
@@ -100,5 +99,5 @@ fn is_plain(p: &Problem) -> bool {
 }
 
 pub(super) use decode::in_halves;
-pub(super) use decode_paged::{division, in_parts, schedule};
+pub(super) use decode_parts::{division, in_parts, schedule};
 pub(super) use hopper_paged::{work_division, work_schedule};
