@@ -37,22 +37,28 @@ impl WithSimd for Attend<'_> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
-        let many_registers = S::REGISTER_COUNT >= 32;
+        // Constants, so that what other vectors need is not compiled for these.
         match self.rows.count() {
             // If rows fill at most half of the lanes, reductions over lanes cost less than idle
             // lanes.
-            1 if S::F32_LANES >= 2 => native::apart(simd, Few::<1, 4>(self)),
-            2..=3 if S::F32_LANES >= 8 => native::apart(simd, Few::<3, 4>(self)),
-            4 if S::F32_LANES >= 8 && many_registers => native::apart(simd, Few::<4, 4>(self)),
-            4 if S::F32_LANES >= 8 => native::apart(simd, Few::<4, 2>(self)),
-            5..=6 if S::F32_LANES >= 8 => native::apart(simd, Few::<6, 2>(self)),
-            7..=8 if S::F32_LANES >= 16 => native::apart(simd, Few::<8, 2>(self)),
-            7..=8 if S::F32_LANES >= 8 => native::apart(simd, Few::<8, 1>(self)),
+            1 if const { S::F32_LANES >= 2 } => native::apart(simd, Few::<1, 4>(self)),
+            2..=3 if const { S::F32_LANES >= 8 } => native::apart(simd, Few::<3, 4>(self)),
+            4 if const { S::F32_LANES >= 8 && many_registers::<S>() } => {
+                native::apart(simd, Few::<4, 4>(self))
+            }
+            4 if const { S::F32_LANES >= 8 } => native::apart(simd, Few::<4, 2>(self)),
+            5..=6 if const { S::F32_LANES >= 8 } => native::apart(simd, Few::<6, 2>(self)),
+            7..=8 if const { S::F32_LANES >= 16 } => native::apart(simd, Few::<8, 2>(self)),
+            7..=8 if const { S::F32_LANES >= 8 } => native::apart(simd, Few::<8, 1>(self)),
             count if count <= S::F32_LANES => native::apart(simd, Many::<1, 8>(self)),
-            _ if many_registers => native::apart(simd, Many::<2, 8>(self)),
+            _ if const { many_registers::<S>() } => native::apart(simd, Many::<2, 8>(self)),
             _ => native::apart(simd, Many::<2, 4>(self)),
         }
     }
+}
+
+const fn many_registers<S: Simd>() -> bool {
+    S::REGISTER_COUNT >= 32
 }
 
 /// Up to `R` rows, the elements of a head across the lanes.

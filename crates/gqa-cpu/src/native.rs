@@ -29,38 +29,64 @@ mod of_this_processor {
     pub(in super::super) fn dispatch<Op: WithSimd>(arch: Arch, op: Op) -> Op::Output {
         match arch {
             // SAFETY: the features were found
-            Arch::V3(simd) if is_x86_feature_detected!("f16c") => unsafe { with_f16c(simd, op) },
-            Arch::V3(_) => op.with_simd(Scalar),
-            arch => arch.dispatch(op),
+            Arch::V3(simd) if is_x86_feature_detected!("f16c") => unsafe { avx2::run(simd, op) },
+            // SAFETY: a V4 exists only where the processor has the features
+            Arch::V4(simd) => unsafe { avx512::run(simd, op) },
+            _ => scalar::run(op),
         }
     }
 
     /// Runs `op` with the caller's vectors, as a function of its own: one large function takes the
-    /// compiler longer, and on one core.
+    /// compiler longer. `S` decides in a `const` block, so that `op` is compiled for it alone.
     #[inline(always)]
     pub(in super::super) fn apart<S: Simd, Op: WithSimd>(simd: S, op: Op) -> Op::Output {
-        match (v3(&simd), v4(&simd)) {
-            // SAFETY: V3 runs inside `with_f16c` only, so the processor has the features
-            (Some(simd), _) => unsafe { with_f16c(*simd, op) },
+        if const { S::F32_LANES == 8 }
+            && let Some(simd) = v3(&simd)
+        {
+            // SAFETY: V3 runs inside `avx2::run` only, so the processor has the features
+            return unsafe { avx2::run(*simd, op) };
+        }
+        if const { S::F32_LANES == 16 }
+            && let Some(simd) = v4(&simd)
+        {
             // SAFETY: a V4 exists only where the processor has the features
-            (_, Some(simd)) => unsafe { with_avx512(*simd, op) },
-            _ => simd.vectorize(op),
+            return unsafe { avx512::run(*simd, op) };
+        }
+        if const { S::IS_SCALAR } { scalar::run(op) } else { unreachable!("vectors of `dispatch`") }
+    }
+
+    // A module for each width: modules are compiled side by side, functions of one are not.
+
+    mod avx2 {
+        use super::{V3, WithSimd};
+
+        /// What `V3` stands for, and F16C.
+        #[inline(never)]
+        #[target_feature(enable = "avx2,fma,bmi1,bmi2,lzcnt,popcnt,f16c")]
+        pub(super) fn run<Op: WithSimd>(simd: V3, op: Op) -> Op::Output {
+            op.with_simd(simd)
         }
     }
 
-    /// What `V3` stands for, and F16C.
-    #[inline(never)]
-    #[target_feature(enable = "avx2,fma,bmi1,bmi2,lzcnt,popcnt,f16c")]
-    fn with_f16c<Op: WithSimd>(simd: V3, op: Op) -> Op::Output {
-        op.with_simd(simd)
+    mod avx512 {
+        use super::{V4, WithSimd};
+
+        /// What `V4` stands for.
+        #[inline(never)]
+        #[target_feature(enable = "avx512f,avx512bw,avx512cd,avx512dq,avx512vl")]
+        #[target_feature(enable = "avx2,fma,bmi1,bmi2,lzcnt,popcnt")]
+        pub(super) fn run<Op: WithSimd>(simd: V4, op: Op) -> Op::Output {
+            op.with_simd(simd)
+        }
     }
 
-    /// What `V4` stands for.
-    #[inline(never)]
-    #[target_feature(enable = "avx512f,avx512bw,avx512cd,avx512dq,avx512vl")]
-    #[target_feature(enable = "avx2,fma,bmi1,bmi2,lzcnt,popcnt")]
-    fn with_avx512<Op: WithSimd>(simd: V4, op: Op) -> Op::Output {
-        op.with_simd(simd)
+    mod scalar {
+        use super::{Scalar, WithSimd};
+
+        #[inline(never)]
+        pub(super) fn run<Op: WithSimd>(op: Op) -> Op::Output {
+            op.with_simd(Scalar)
+        }
     }
 
     #[inline(always)]
@@ -73,7 +99,7 @@ mod of_this_processor {
         <dyn Any>::downcast_ref(simd)
     }
 
-    /// Whether it is what [`with_f16c`] runs with.
+    /// Whether it is what [`avx2::run`] runs with.
     #[inline(always)]
     fn is_v3<S: Simd>() -> bool {
         TypeId::of::<S>() == TypeId::of::<V3>()
@@ -229,7 +255,7 @@ mod of_this_processor {
     #[inline(always)]
     pub(in super::super) fn f16<S: Simd>(simd: S, from: &[u16]) -> Option<S::f32s> {
         if let (true, Some(from)) = (is_v3::<S>(), from.first_chunk::<8>()) {
-            // SAFETY: 16 bytes are read; V3 runs inside `with_f16c` only, where there is F16C
+            // SAFETY: 16 bytes are read; V3 runs inside `avx2::run` only, where there is F16C
             let vector = unsafe { _mm256_cvtph_ps(_mm_loadu_si128(from.as_ptr().cast())) };
             return Some(bytemuck::cast(vector));
         }
@@ -248,7 +274,7 @@ mod of_this_processor {
         to: &mut [u16],
     ) -> bool {
         if let (true, Some(to)) = (is_v3::<S>(), to.first_chunk_mut::<8>()) {
-            // SAFETY: V3 runs inside `with_f16c` only, where there is F16C
+            // SAFETY: V3 runs inside `avx2::run` only, where there is F16C
             let halves =
                 unsafe { _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(bytemuck::cast(numbers)) };
             *to = bytemuck::cast(halves);
@@ -303,7 +329,7 @@ mod of_this_processor {
     #[inline(always)]
     pub(in super::super) fn float8<S: Simd>(simd: S, from: &[u8]) -> Option<S::f32s> {
         if let (true, Some(from)) = (is_v3::<S>(), from.first_chunk::<8>()) {
-            // SAFETY: 8 bytes are read; V3 runs inside `with_f16c` only
+            // SAFETY: 8 bytes are read; V3 runs inside `avx2::run` only
             return Some(bytemuck::cast(unsafe {
                 let bits = _mm_cvtepi8_epi16(_mm_loadl_epi64(from.as_ptr().cast()));
                 let size_and_sign = _mm_set1_epi16(!EXPONENT);
