@@ -31,7 +31,8 @@ fn hopper_is_reference_for_large_heads() {
 #[test]
 fn values_unlike_keys() {
     let cases = |sizes, most| external(half_dtype(), sizes, most);
-    let own = cases(&[[192, 128], [192, 128], [184, 120], [168, 40]], [300, 300]);
+    // Two tiles of rows, and more tiles of keys than shared memory holds.
+    let own = cases(&[[192, 128], [192, 128], [184, 120], [168, 40]], [200, 300]);
     parity("sim, hopper, values of 128", 120, own.clone(), &Sim::default());
     // P overflows, and is recomputed from keys that are still in shared memory.
     let far = own.prop_map(|case| ExternalCase {
