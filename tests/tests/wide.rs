@@ -35,6 +35,19 @@ fn over_blocks() {
     }
 }
 
+/// Steps of few rows take one launch of `decode`.
+#[test]
+fn steps() {
+    for (multiprocessors, splits) in SPLITS {
+        let (device, sim) = h200(multiprocessors, splits);
+        let contiguous =
+            taken_by(case(half_dtype(), heads_in(512..=512), 200), &device, Family::Decode);
+        parity(&format!("sim, wide steps, splits {splits:?}"), 16, contiguous, &sim);
+        let paged = taken_by(wide_paged(200), &device, Family::Decode);
+        parity(&format!("sim, wide steps over blocks, splits {splits:?}"), 16, paged, &sim);
+    }
+}
+
 /// Whatever else a call has, another kernel takes it.
 #[test]
 fn as_planned() {

@@ -69,6 +69,7 @@ decode_kernels!(DECODE, "decode", {
     gqa_decode_f16_d256_r16_w4, gqa_decode_bf16_d256_r16_w4 => decode::D256W4<2>, 2;
     gqa_decode_f16_d256_r64_mma, gqa_decode_bf16_d256_r64_mma => decode::D256R64Mma, 1;
     gqa_decode_f16_d256_r64_mma_w4, gqa_decode_bf16_d256_r64_mma_w4 => decode::D256R64MmaW4, 1;
+    gqa_decode_f16_d512_r8, gqa_decode_bf16_d512_r8 => decode::D512<1>, 1;
     gqa_decode_padded_f16_d128_r16_w4, gqa_decode_padded_bf16_d128_r16_w4 => decode::UpTo128<2>, 2;
     gqa_decode_padded_f16_d256_r8_w4, gqa_decode_padded_bf16_d256_r8_w4 => decode::UpTo256<1>, 2;
 });

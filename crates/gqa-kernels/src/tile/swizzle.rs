@@ -211,31 +211,33 @@ pub struct WarpCopy<const D8: usize> {
 }
 
 impl<const D8: usize> WarpCopy<D8> {
-    const PERIOD: usize = if D8 % 4 == 0 { D8 / 4 } else { D8 / 2 };
+    /// Passes of a warp over a row that is wider than a warp copies at once.
+    const OF_ROW: usize = D8.div_ceil(32);
+    const PERIOD: usize = match D8 {
+        64.. => 8,
+        _ if D8 % 4 == 0 => D8 / 4,
+        _ => D8 / 2,
+    };
 
     /// The share of `lane`, the calling lane, for tiles like this one.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn of<T: Pod>(lane: u32, tile: Swizzled<T, D8>) -> Self {
         let place = |i| {
-            let unit = lane + 32 * i as u32;
+            let unit = lane + (32 * Self::OF_ROW * i) as u32;
             let place = tile.number(unit / D8 as u32, unit % D8 as u32);
             if i < Self::PERIOD { 16 * place } else { 0 }
         };
-        let rows = (Self::PERIOD * 32 / D8) as u32;
+        let rows = (Self::PERIOD * Self::OF_ROW * 32 / D8) as u32;
         Self { places: core::array::from_fn(place), further: rows * tile.pitch() * 16 }
     }
 
     /// Starts copying `rows` rows, a constant, from `source` on; rows from `valid` on become zero.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn start<T: Pod>(&self, tile: Swizzled<T, D8>, rows: u32, source: Global<T>, valid: u32) {
-        let units = (valid.min(rows) * D8 as u32).saturating_sub(lane());
-        let (tile, per_unit) = (tile.start.address(), Swizzled::<T, D8>::PER_UNIT);
-        for pass in 0..rows as usize * D8 / 32 {
-            let further = (pass / Self::PERIOD) as u32 * self.further;
-            let place = tile + self.places[pass % Self::PERIOD] + further;
-            let element = (lane() * per_unit) as usize + (32 * per_unit) as usize * pass;
-            cp_async_16(place, source, element, units > 32 * pass as u32);
-        }
+        let per_unit = Swizzled::<T, D8>::PER_UNIT;
+        self.copy(tile, rows, source, valid, |pass| {
+            (lane() * per_unit) as usize + (32 * per_unit) as usize * pass
+        });
     }
 }
 
@@ -251,18 +253,38 @@ impl<const D8: usize> WarpCopy<D8> {
         stride: u32,
         valid: u32,
     ) {
-        if !D8.is_power_of_two() || D8 > 32 {
+        if !D8.is_power_of_two() {
             return self.start(tile, rows, source, valid);
         }
-        let units = (valid.min(rows) * D8 as u32).saturating_sub(lane());
-        let (tile, per_unit) = (tile.start.address(), Swizzled::<T, D8>::PER_UNIT);
+        let per_unit = Swizzled::<T, D8>::PER_UNIT;
+        let at_once = 32 * Self::OF_ROW / D8;
         let (row, unit) = (lane() / D8 as u32, lane() % D8 as u32);
         let first = row as usize * stride as usize + (unit * per_unit) as usize;
+        self.copy(tile, rows, source, valid, |pass| {
+            let part = (32 * per_unit) as usize * (pass % Self::OF_ROW);
+            first + pass / Self::OF_ROW * at_once * stride as usize + part
+        });
+    }
+
+    /// Starts copying `rows` rows; a lane's unit of pass `pass` begins with element `element(pass)`
+    /// of `source`.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn copy<T: Pod>(
+        &self,
+        tile: Swizzled<T, D8>,
+        rows: u32,
+        source: Global<T>,
+        valid: u32,
+        element: impl Fn(usize) -> usize,
+    ) {
+        let units = (valid.min(rows) * D8 as u32).saturating_sub(lane());
+        let tile = tile.start.address();
         for pass in 0..rows as usize * D8 / 32 {
-            let further = (pass / Self::PERIOD) as u32 * self.further;
-            let place = tile + self.places[pass % Self::PERIOD] + further;
-            let element = first + pass * (32 / D8) * stride as usize;
-            cp_async_16(place, source, element, units > 32 * pass as u32);
+            let (turn, part) = (pass / Self::OF_ROW, (pass % Self::OF_ROW) as u32);
+            // Only the lowest bits of a unit's number are swizzled.
+            let further = (turn / Self::PERIOD) as u32 * self.further + 16 * 32 * part;
+            let place = tile + self.places[turn % Self::PERIOD] + further;
+            cp_async_16(place, source, element(pass), units > 32 * pass as u32);
         }
     }
 }

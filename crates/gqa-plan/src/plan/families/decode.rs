@@ -2,6 +2,7 @@
 //! appends and attends, over contiguous and over paged KV caches. Also the code that
 //! `decode_quantized` shares with it.
 
+use super::LARGEST_DECODE_HEAD;
 use super::decode_parts::in_parts;
 use crate::plan::build::{element, launch, page_steps, pages_strides, tensor, u32_of};
 use crate::plan::cost::decode::{Device, Halves, Shape, shape as fastest};
@@ -222,8 +223,9 @@ fn has_few_row_tiles(call: &Call<'_>, entry: &Entry) -> Result<(), Rejection> {
     let rows = p.packed_rows();
     let tiles = rows.div_ceil(entry.rows as usize);
     let clusters = tiles.saturating_mul(p.kv_heads).saturating_mul(p.batch);
-    if rows > MAX_ROWS {
-        return Err(Rejection::Rows { got: rows, max: MAX_ROWS as u32 });
+    let most = if p.head_size > LARGEST_DECODE_HEAD { entry.rows as usize } else { MAX_ROWS };
+    if rows > most {
+        return Err(Rejection::Rows { got: rows, max: most as u32 });
     }
     if tiles > 1 && clusters > sms as usize {
         return Err(Rejection::RowTiles { got: clusters, max: sms });

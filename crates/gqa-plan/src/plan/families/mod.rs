@@ -60,9 +60,7 @@ const LATENT_MMA: &dyn Family = &latent_mma::LatentMma { paged: true };
 /// which they are asked (`mixed.rs`).
 pub(super) static PAGED: [Paged; 11] = [
     paged(&blackwell_decode::BlackwellDecode { paged: true }, Short, |p, _| !p.latent),
-    paged(&decode::Decode { paged: true }, Short, |p, _| {
-        is_plain(p) && p.head_size <= LARGEST_DECODE_HEAD
-    }),
+    paged(&decode::Decode { paged: true }, Short, |p, _| is_plain(p)),
     paged(&decode_quantized::DecodeQuantized { paged: true }, Short, |p, _| {
         !p.latent && p.quantized.is_some()
     }),
@@ -90,7 +88,8 @@ const fn paged(
     Paged { family, sequences, concerns }
 }
 
-/// Largest heads of `decode` over a paged KV cache.
+/// Largest heads for which `decode` has more than one row tile: wider ones share keys better in
+/// the tiles of `hopper_wide`.
 pub(super) const LARGEST_DECODE_HEAD: usize = 256;
 
 /// Whether keys and values are apart, and not quantized.
