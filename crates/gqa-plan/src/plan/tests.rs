@@ -575,9 +575,10 @@ fn long_prompts_take_tiles_of_more_rows() {
         (64, 1024, true, 128),
         (64, 2048, true, 192),
         (64, 2048, false, 192),
-        (80, 1024, true, 128),
+        // Those of 192 rows have 96 keys.
+        (80, 2048, true, 128),
         (80, 8192, true, 192),
-        (96, 1024, true, 128),
+        (96, 2048, true, 128),
         (96, 8192, true, 192),
     ] {
         let prompt = with(llama(rows, 0), |p| {

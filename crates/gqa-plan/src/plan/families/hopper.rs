@@ -129,12 +129,12 @@ fn order(entry: &Entry, p: &Problem) -> select::Order {
     [other.into(), select::columns(entry), wrong_length.into(), work(entry, p) + rotation]
 }
 
-/// The scores that a kernel computes for one sequence, in whole tiles. The overhead of a tile is
-/// that of about 60 more rows (measured: `docs/perf-log.md`).
+/// The scores that a kernel computes for one sequence, in whole tiles, and what else a tile costs:
+/// the time of about 60 more rows of 128 keys (measured: `docs/perf-log.md`).
 fn work(entry: &Entry, p: &Problem) -> usize {
-    const OVERHEAD: usize = 60;
+    const OVERHEAD: usize = 60 * 128;
     let (rows, keys) = (entry.rows as usize, entry.keys as usize);
-    let scores = Seen::of(p).tiles(rows, keys) * (keys * (rows + OVERHEAD)) as u128;
+    let scores = Seen::of(p).tiles(rows, keys) * (keys * rows + OVERHEAD) as u128;
     usize::try_from(scores).unwrap_or(usize::MAX)
 }
 
