@@ -90,6 +90,20 @@ pub fn shape(p: &AttentionParams, rows: u32, max_keys: u32, device: Device) -> S
 }
 
 impl Shape {
+    /// The same in clusters of twice the size, if all of them run at a time and that is estimated
+    /// to be at most 3 % slower: sequences may be shorter than the longest, and then a larger
+    /// cluster has the longest one done sooner.
+    pub fn for_unequal(self, p: &AttentionParams, rows: u32, keys: u32, device: Device) -> Self {
+        let wider = Self { ranks: 2 * self.ranks, ..self };
+        let clusters = u64::from(row_tiles(p, rows)) * u64::from(p.kv_heads) * u64::from(p.batch);
+        let is_one = self.splits == 1 && self.together == 1 && p.batch > 1;
+        let fits = device.has_clusters
+            && wider.ranks <= MAX_RANKS
+            && clusters <= wider.at_a_time(device.multiprocessors);
+        let time = |shape: Self| shape.time(p, rows, keys, device);
+        if is_one && fits && 32 * time(wider) <= 33 * time(self) { wider } else { self }
+    }
+
     /// Estimated time, in keys of head size 128 that one CTA streams alone.
     fn time(self, p: &AttentionParams, rows: u32, keys: u32, device: Device) -> u64 {
         /// Cost of merging ranks at all, and of each rank.

@@ -321,8 +321,11 @@ fn shape(call: &Call<'_>, entry: &'static Entry) -> Result<Kernel, Rejection> {
                 tenths_in_pairs: tenths_in_pairs(entry, device),
                 halves: half.map(halves_like),
             };
-            let Shape { ranks, splits, together } =
-                fastest(&params, entry.rows, p.most_keys(), gpu);
+            let equal = fastest(&params, entry.rows, p.most_keys(), gpu);
+            let Shape { ranks, splits, together } = match p.pages {
+                Some(_) => equal.for_unequal(&params, entry.rows, p.most_keys(), gpu),
+                None => equal,
+            };
             let entry = half.filter(|_| together == 2).unwrap_or(entry);
             Kernel { cluster: ranks, ..Kernel::split(entry, splits) }
         }
