@@ -316,6 +316,26 @@ mod tests {
     }
 
     #[test]
+    fn sequences_that_may_be_shorter_take_larger_clusters_where_these_cost_little() {
+        let p = AttentionParams {
+            batch: 16,
+            q_heads: 16,
+            kv_heads: 4,
+            q_len: 1,
+            head_size: 256,
+            ..AttentionParams::zeroed()
+        };
+        let of = |p: AttentionParams, keys| {
+            let equal = shape(&p, 8, keys, HOPPER);
+            (equal.ranks, equal.for_unequal(&p, 8, keys, HOPPER).ranks)
+        };
+        assert_eq!(of(p, 960), (1, 2));
+        // No more clusters than run at a time.
+        let (equal, larger) = of(AttentionParams { batch: 17, ..p }, 960);
+        assert_eq!(equal, larger);
+    }
+
+    #[test]
     fn without_clusters_splits_take_half_of_the_multiprocessors() {
         let ampere = Device {
             multiprocessors: 108,
