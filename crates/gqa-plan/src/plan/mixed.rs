@@ -23,7 +23,7 @@
 //!
 //! Elsewhere `decode` begins first, and what it leaves free is for the launches behind it. It
 //! appends the tokens of its own sequences, so that it need not wait for the launch that appends
-//! the others'.
+//! the others'. Where nothing is appended, `hopper_paged` is a secondary launch behind it.
 
 use super::cascade::{consider, decision};
 use super::cost::mixed::{Order, Work};
@@ -329,19 +329,31 @@ impl Mixed<'_> {
         };
         let shares_tiles =
             prompt.family.draws_tiles() && device.has(Capability::ProgrammaticLaunch);
-        let kernel = match shares_tiles {
+        let mut kernel = match shares_tiles {
             true => lengths.beside_others(&few, &choice.kernel, device, options),
             false => choice.kernel,
         };
+        let work = |kernel: &Kernel| lengths.work(problem, &few, kernel, &prompt, device);
+        // A launch that overlaps the one ahead starts when all CTAs of that one run, unless these
+        // are clusters. Where prefill leaves SMs free, a second stream is faster.
+        let takes_all = lengths.work_tiles(problem, &prompt) >= device.multiprocessors as usize;
+        let is_first = shares_tiles && takes_all && nothing_is_ahead(problem);
+        let alone = Kernel::whole(kernel.entry);
+        let is_forced = options.force.is_some() || options.cluster.is_some();
+        if is_first && kernel.cluster > 1 && !is_forced && work(&alone).hides_longest() {
+            kernel = alone;
+        }
         let choice = Choice { kernel, ..choice };
         // Arrivals would be counted where work is.
         let concurrent = choice.kernel.splits == 1;
-        let order = if shares_tiles && concurrent {
-            lengths.work(problem, &few, &choice.kernel, &prompt, device).order()
-        } else {
-            Order::Decode
-        };
+        let order =
+            if shares_tiles && concurrent { work(&choice.kernel).order() } else { Order::Decode };
         let Order::Prefill { blocks } = order else {
+            if is_first && concurrent && choice.kernel.cluster == 1 {
+                let secondary = device.multiprocessors;
+                let rest = TileQueue { primary: 0, secondary, is_secondary: true };
+                return vec![Attention { problem: few, choice, task }, many(Some(rest))];
+            }
             // A kernel that appends attends to its new rows last. So it does in all batch-invariant
             // calls, or in none.
             let by_itself = concurrent || problem.batch_invariant;
@@ -356,6 +368,12 @@ impl Mixed<'_> {
         let first = [part(false), few(Task { overlaps: true, ..task })];
         first.into_iter().chain(leaves_tiles.then(|| part(true))).collect()
     }
+}
+
+/// Whether attention is the first launch of the call. In two streams the launch for prefill, which
+/// takes all SMs, would begin before that for decode, and decode only behind it.
+fn nothing_is_ahead(p: &Problem) -> bool {
+    p.reads_pages_only() && p.quantized.is_none() && p.qk_norm.is_none() && p.rotary.is_none()
 }
 
 /// Key tiles in which times are counted: those of `hopper_paged` at head size 128.

@@ -1888,6 +1888,32 @@ fn few_sequences_come_apart_from_a_prompt() {
     assert_eq!(kernels(&mixed(6, 364), &off)[1..], rest);
 }
 
+/// Where nothing is appended, prefill overlaps the decode kernel that begins first: in two streams
+/// it would take all SMs before that.
+#[test]
+fn prefill_overlaps_decode_that_is_the_first_launch() {
+    let mixed = |steps: usize, tokens: usize| {
+        let p = over_blocks(1 + steps, tokens, 512);
+        let p = with_pages(p, |pages| Pages { tokens: tokens + steps, ..pages });
+        let p = with(p, |p| (p.new_len, p.rotary) = (0, None));
+        let plan = plan(&p, &device("h200"), &PlanOptions::default()).unwrap();
+        plan.launches.iter().for_each(|launch| check(&plan, launch));
+        plan
+    };
+    let [one, many] = ["decode_f16_d128_r8_w4", "hopper_paged_f16_d128"];
+    for (steps, tokens, step) in [(8, 1024, one), (2, 4096, "decode_f16_d128_r8")] {
+        let plan = mixed(steps, tokens);
+        assert_eq!(plan.launches.iter().map(kernel).collect::<Vec<_>>(), [step, many]);
+        let [few, prompt] = &plan.launches[..] else { panic!("two launches") };
+        // No clusters, which would let the next launch start only when they end.
+        assert_eq!((few.cluster, few.concurrent, few.overlaps), (1, false, false));
+        assert!(prompt.overlaps && prompt.programmatic && !prompt.concurrent);
+        let p: &PagedHopperParams = bytemuck::from_bytes(&prompt.params);
+        assert_eq!((p.primary, p.secondary, p.is_secondary), (0, 132, 1));
+        assert_eq!(prompt.grid, [132, 1, 1]);
+    }
+}
+
 /// With few keys the decode kernel starts first. It appends its own rows, except by slot_mapping.
 #[test]
 fn decode_begins_first_in_short_mixed_batches() {

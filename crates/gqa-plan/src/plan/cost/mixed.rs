@@ -62,6 +62,12 @@ impl Work<'_> {
             .map_or(a, |best| best.0)
     }
 
+    /// Whether the CTA that reads most is done before prefill on all SMs, if sequences have only
+    /// their new keys.
+    pub(in crate::plan) fn hides_longest(&self) -> bool {
+        self.longest() <= self.tiles.div_ceil(self.sms()) as f64 * self.tile[0]
+    }
+
     fn sms(&self) -> usize {
         self.device.multiprocessors as usize
     }
