@@ -211,10 +211,13 @@ impl Division {
     /// share. The division itself costs time, and decode steps are slower than in the decode kernel
     /// (measured: `docs/perf-log.md`).
     fn pays(&self) -> bool {
-        // What dividing and merging cost, in key tiles; beside many decode steps it takes a longer
-        // sequence.
-        let (cost, factor) = if self.steps < self.multiprocessors { (6, 3) } else { (4, 8) };
-        self.longest > self.share.saturating_add(cost).saturating_mul(factor)
+        // In key tiles: what dividing and merging cost, and how often the share fits into it; beside
+        // many decode steps it takes a longer sequence.
+        let least = match self.steps < self.multiprocessors {
+            true => self.share.saturating_mul(9) / 4 + 18,
+            false => self.share.saturating_add(4).saturating_mul(8),
+        };
+        self.longest > least
     }
 
     /// CTAs: at most one per SM, and no more than there may be pieces.
