@@ -176,6 +176,51 @@ pub fn latent_in_place(
     of_kernels(takes, latent_options(), cases, paged.boxed(), device)
 }
 
+/// The same with options that have all keys divided by the lengths on the device.
+pub fn latent_divided(
+    cases: BoxedStrategy<LatentCase>,
+    options: &PlanOptions,
+    device: &DeviceInfo,
+) -> BoxedStrategy<LatentCase> {
+    let rows = prop::sample::select(vec![16usize, 32, 64, 128]);
+    let paged =
+        (rows, [0..=2usize, 0..=2]).prop_map(|(rows, apart)| LatentRows::Paged(rows, apart));
+    let takes = |entry: &Entry| {
+        entry.family == Family::Latent && entry.role == gqa_kernels::registry::Role::Merge
+    };
+    of_kernels(takes, options.clone(), cases, paged.boxed(), device)
+}
+
+/// Calls over sequences with these rows of the cache and new tokens, as kernels for decode steps
+/// take them.
+pub fn latent_ragged(sequences: Vec<[usize; 2]>) -> BoxedStrategy<LatentCase> {
+    let heads = prop::sample::select(vec![16usize, 20, 64, 128]);
+    let call = (crate::half_dtype(), heads, any::<[bool; 3]>(), any::<u64>());
+    call.prop_map(move |(dtype, query, [lse, counts_new, gaps], seed)| LatentCase {
+        dtype,
+        heads: LatentHeads { query, size: 576, values: 512 },
+        sequences: sequences.clone(),
+        rows: LatentRows::Paged(64, [0, 0]),
+        quantized: None,
+        first_prompt: false,
+        no_new_rows: false,
+        rotates: None,
+        interleaved: false,
+        window: None,
+        softcap: None,
+        head_sink: false,
+        tree_mask: false,
+        bias: false,
+        lse,
+        separate: false,
+        counts_new,
+        gaps,
+        slots: false,
+        seed,
+    })
+    .boxed()
+}
+
 /// The same for `latent_mma`, over contiguous caches and blocks of any power of two of rows.
 pub fn latent_by_mma(
     cases: BoxedStrategy<LatentCase>,

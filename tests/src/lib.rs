@@ -35,7 +35,8 @@ pub use external::{ExternalCase, external};
 pub use hostile::hostile;
 pub use latent::{
     LatentCase, LatentOperator, LatentRows, in_float8, latent, latent_by_mma, latent_by_wgmma,
-    latent_in_float8, latent_in_place, latent_operators, latent_options,
+    latent_divided, latent_in_float8, latent_in_place, latent_operators, latent_options,
+    latent_ragged,
 };
 pub use paged::{
     DECODE_KERNELS, PREFILL_KERNELS, PagedCase, copied, in_place, paged, paged_concurrent,

@@ -1,13 +1,15 @@
 //! Multi-head latent attention on every back end, against the f64 reference.
 
+use gqa_host::DType;
 use gqa_host::backend::cpu::Cpu;
 use gqa_host::backend::sim::Sim;
 use gqa_host::plan::{DeviceInfo, PlanOptions};
 use gqa_tests::{
-    Unchecked, any_dtype, half_dtype, heads_up_to, in_float8, latent, latent_by_mma,
-    latent_by_wgmma, latent_in_float8, latent_in_place, latent_operators, latent_options,
-    latent_reads, parity, trees, turned_behind,
+    LatentCase, Unchecked, any_dtype, half_dtype, heads_up_to, in_float8, latent, latent_by_mma,
+    latent_by_wgmma, latent_divided, latent_in_float8, latent_in_place, latent_operators,
+    latent_options, latent_ragged, latent_reads, parity, trees, turned_behind,
 };
+use proptest::strategy::Strategy;
 
 /// Keys and values of a row: DeepSeek's, and smaller ones, which are faster.
 const SIZES: [[usize; 2]; 8] =
@@ -116,5 +118,45 @@ fn tokens_without_a_key() {
         let sim = Unchecked(Sim::default(), PlanOptions { splits, ..PlanOptions::default() });
         let reads = latent_reads(half_dtype(), &SIZES[..1], 40);
         parity(&format!("sim, reads in place, splits {splits:?}"), 12, reads, &sim);
+    }
+}
+
+/// With all keys divided among the CTAs by the lengths on the device: few CTAs have several whole
+/// sequences each, many have parts of one.
+#[test]
+fn steps_divided_by_lengths() {
+    let merges = ["gqa_latent_merge_parts_f16", "gqa_latent_merge_parts_bf16"];
+    for (multiprocessors, merge) in [1, 2, 3, 5, 7, 132].into_iter().zip(merges.iter().cycle()) {
+        let h200 = DeviceInfo::known("h200").expect("a known device");
+        let device = DeviceInfo { multiprocessors, ..h200 };
+        let options = PlanOptions { force: Some(merge), ..latent_options() };
+        let cases = latent_divided(latent(&SIZES[..1], 900), &options, &device);
+        let sim = Sim::default().with_device(device).with_options(options);
+        parity(&format!("sim, latent divided among {multiprocessors}"), 12, cases, &sim);
+    }
+}
+
+/// Lengths around whole tiles and none at all, one of them long: CTAs with no work, with one tile,
+/// and with several sequences.
+#[test]
+fn steps_divided_by_uneven_lengths() {
+    let merges = ["gqa_latent_merge_parts_bf16", "gqa_latent_merge_parts_f16"];
+    let steps = [0, 62, 63, 64, 128, 699, 0, 300, 5].map(|past| [past, 1]);
+    let several = [[3, 3], [0, 0], [700, 2], [61, 3], [64, 1], [0, 3]];
+    for (sequences, multiprocessors) in [(&steps[..], [1, 4, 40, 132]), (&several, [2, 6, 50, 132])]
+    {
+        for (count, merge) in multiprocessors.into_iter().flat_map(|n| merges.map(|m| (n, m))) {
+            let h200 = DeviceInfo::known("h200").expect("a known device");
+            let device = DeviceInfo { multiprocessors: count, ..h200 };
+            let options = PlanOptions { force: Some(merge), ..latent_options() };
+            // A row tile needs an SM of its own.
+            let rows = 64 * count as usize / sequences.iter().map(|s| s[1]).max().unwrap_or(1);
+            let is_of = move |case: &LatentCase| {
+                (case.dtype == DType::BF16) == merge.ends_with("bf16") && case.heads.query <= rows
+            };
+            let cases = latent_ragged(sequences.to_vec()).prop_filter("not for it", is_of);
+            let sim = Sim::default().with_device(device).with_options(options);
+            parity(&format!("sim, latent divided among {count}"), 1, cases, &sim);
+        }
     }
 }

@@ -867,12 +867,17 @@ pub struct LatentParams {
     pub counts_new: u32,
     /// Batch entries of query and output: over blocks 1.
     pub entries: u32,
+    /// CTAs of a row tile, among which the lengths on the device divide the keys of all sequences;
+    /// 0: equal splits of each sequence.
+    pub ctas: u32,
+    /// What the beginning of a sequence costs such a CTA, in key tiles.
+    pub beginning: u32,
 }
 
 layer!(LatentParams fixes log_block_size, counts_new; attention in AttentionParams);
 
 const _: () = assert!(size_of::<AttentionParams>() == 5 * 24 + 16 * 4);
-const _: () = assert!(size_of::<LatentParams>() == size_of::<AttentionParams>() + 6 * 4);
+const _: () = assert!(size_of::<LatentParams>() == size_of::<AttentionParams>() + 8 * 4);
 const _: () = assert!(size_of::<MaskedParams>() == size_of::<AttentionParams>() + 8 * 4);
 const _: () = assert!(size_of::<HopperParams>() == size_of::<AttentionParams>() + 6 * 4);
 const _: () = assert!(size_of::<Float8Params>() == size_of::<AttentionParams>() + 2 * 4);

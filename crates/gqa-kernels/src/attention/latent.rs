@@ -1,6 +1,6 @@
 //! Attention whose output is too wide for the registers of a warpgroup, on SM 90a, in two shapes
 //! (`shape.rs`):
-//! - [`latent()`] and [`latent_float8()`], decode over a latent KV cache (multi-head latent
+//! - [`latent()`], [`latent_divided()`] and [`latent_float8()`], decode over a latent KV cache (multi-head latent
 //!   attention, DeepSeek-V2, 2024): all query heads share one row per token, whose 576 channels are
 //!   the key and whose first 512 are the value.
 //! - [`wide()`], heads of 512 over contiguous and paged KV caches, for any number of query rows.
@@ -55,6 +55,14 @@
 //! **Grid**: (row tiles of all KV heads, splits, sequences); CTAs of one sequence's row tiles are
 //! neighbours and read the same keys from L2.
 //!
+//! **Keys divided by lengths** ([`latent_divided()`], `division.rs`): as many CTAs as SMs, each with
+//! an equal range of the key tiles of all sequences, piece after piece. Tiles are numbered through
+//! all pieces, so buffers, owners and phases go on as in one piece, and copies run ahead into the
+//! next piece while a half closes the last one. The halves load the queries of the next piece once
+//! both have passed `SUMS`: then all scores of the last one are complete.
+//! **Grid**: (row tiles, CTAs). A piece that is not a whole sequence goes to partial_out and
+//! partial_lse as `merge_parts.rs` describes them, and [`merge_parts()`] merges it.
+//!
 //! **Clusters**: where a KV head has several row tiles, `wide` runs in clusters of two CTAs, which
 //! have neighbouring row tiles and take the key tiles of both. Of each group of two chunks a CTA
 //! copies one to both (multicast), so that L2 is read once for 128 rows: 64 rows alone would need
@@ -101,29 +109,38 @@
 //! m, rounded to the element type.
 
 mod convert;
+#[cfg(not(target_arch = "nvptx64"))]
+mod cost;
+mod division;
 mod halves;
 mod loads;
 mod merge;
+mod merge_parts;
 mod output;
 mod queries;
 mod scores;
 mod shape;
 mod values;
 
+#[cfg(not(target_arch = "nvptx64"))]
+pub use cost::{Lengths, Time};
+pub use division::{BEGINNING, MOST_SEQUENCES};
 pub use merge::{MERGE_SHARED_BYTES, MERGE_THREADS, merge};
-pub use shape::{Latent, LatentFloat8, Shape, Wide};
+pub use merge_parts::{MERGE_PARTS_THREADS, merge_parts, merge_parts_grid};
+pub use shape::{Latent, LatentDivided, LatentFloat8, Shape, Wide};
 
-use super::split_kv::MAX_SPLITS;
+use crate::concept::mask::Visible;
 use crate::concept::pages::Sequence;
 use crate::concept::seqlen::Seqlen;
 use crate::num::{Element, MmaElement};
-use crate::params::LatentParams;
+use crate::params::{AttentionParams, LatentParams};
 use crate::simt::*;
 use crate::tile::pages::Sequences;
 use crate::tile::rows::{Row, Rows, row_tiles};
 use crate::tile::seqlens::Seqlens;
 use core::marker::PhantomData;
 use core::ops::Range;
+use division::Start;
 
 /// Channels of a value.
 pub const VALUE_SIZE: u32 = 512;
@@ -186,47 +203,16 @@ fn partial_rows(p: &LatentParams) -> usize {
 
 /// Elements of partial_out and of partial_lse.
 pub fn partial_elements(p: &LatentParams) -> (usize, usize) {
+    if p.ctas > 0 {
+        return merge_parts::elements(p);
+    }
     let rows = p.attention.splits as usize * partial_rows(p);
     (rows * VALUE_SIZE as usize, rows)
 }
 
-/// Number of splits with the least estimated time on `multiprocessors` SMs, if all sequences have
-/// `keys` keys, of `key_bytes` bytes with their values, in clusters of that size.
-pub fn splits(
-    p: &LatentParams,
-    keys: u32,
-    key_bytes: u32,
-    cluster: u32,
-    multiprocessors: u32,
-) -> u32 {
-    /// Bytes that an SM loads in a microsecond where all SMs load; how much faster one of a few is.
-    const LOADED_BYTES: f64 = 33.5e3;
-    const ALONE: f64 = 1.8;
-    /// Microseconds of a tile at least, of a CTA besides its tiles, and to start the merge.
-    const TILE: f64 = 1.5;
-    const START: f64 = 7.0;
-    const MERGE: f64 = 1.5;
-    /// Bytes that are written and read back in a microsecond.
-    const MERGED_BYTES: f64 = 1.6e6;
-    let [row_tiles, _, batch] = grid(p, cluster);
-    let multiprocessors = u64::from(multiprocessors.max(1));
-    let tiles = keys.div_ceil(KEYS).max(1);
-    // Row tiles share keys, and a few CTAs the rate of all SMs.
-    let sharing = f64::from(row_tiles) / f64::from(p.attention.kv_heads.max(1));
-    let tile = |blocks: u64| {
-        let active = blocks.min(multiprocessors) as f64 / multiprocessors as f64;
-        let share = active.max(1.0 / ALONE) / sharing;
-        TILE.max(f64::from(KEYS * key_bytes) * share / LOADED_BYTES)
-    };
-    let time = |splits: u32| {
-        let blocks = u64::from(row_tiles) * u64::from(batch) * u64::from(splits);
-        let waves = blocks.div_ceil(multiprocessors);
-        let attention = waves as f64 * (START + f64::from(tiles.div_ceil(splits)) * tile(blocks));
-        let rows = f64::from(splits) * partial_rows(p) as f64;
-        let merge = MERGE + rows * f64::from(VALUE_SIZE) * 4.0 / MERGED_BYTES;
-        if splits > 1 { attention + merge } else { attention }
-    };
-    (1..=tiles.min(MAX_SPLITS)).min_by(|&a, &b| time(a).total_cmp(&time(b))).unwrap_or(1)
+/// Words of range_starts where keys are divided among CTAs.
+pub fn start_words(p: &LatentParams) -> usize {
+    (p.ctas + 1) as usize * division::START_WORDS as usize
 }
 
 /// Grid of the merge.
@@ -238,7 +224,10 @@ pub fn merge_grid(p: &LatentParams) -> [u32; 3] {
 pub fn grid(p: &LatentParams, cluster: u32) -> [u32; 3] {
     let attention = &p.attention;
     let tiles = row_tiles(attention, ROWS).next_multiple_of(cluster);
-    [tiles * attention.kv_heads, attention.splits, attention.batch]
+    match p.ctas {
+        0 => [tiles * attention.kv_heads, attention.splits, attention.batch],
+        ctas => [tiles, ctas, 1],
+    }
 }
 
 /// Whether a call of `wide` has several row tiles for each KV head, so that clusters of
@@ -258,11 +247,13 @@ struct Pointers<T> {
     lse: Global<f32>,
     partial_out: Global<f32>,
     partial_lse: Global<f32>,
+    /// Where the ranges of CTAs begin, if they divide the keys of all sequences.
+    range_starts: Global<u32>,
 }
 
 /// The tensors of sequence lengths; `starts` is null with a contiguous cache.
 #[derive(Clone, Copy)]
-pub(super) struct Lengths {
+pub(super) struct LengthTensors {
     pub starts: Global<i32>,
     pub past_seqlens: Global<i32>,
     pub query_seqlens: Global<i32>,
@@ -277,15 +268,21 @@ struct Work<'a, S, T> {
     rank: u32,
     p: &'a LatentParams,
     to: Pointers<T>,
+    lengths: LengthTensors,
     rows: Rows,
     /// Rows of the sequence in query and output.
     exist: u32,
-    split: u32,
+    /// The split; or where CTAs divide all keys the place of the results in scratch memory
+    /// (`merge_parts.rs`), or [`WHOLE`].
+    place: u32,
     /// The cluster's key tiles.
     tiles: Range<u32>,
     /// Keys that some row of the cluster sees.
     end: u32,
 }
+
+/// Stands for the output itself: a CTA has all keys of the sequence.
+const WHOLE: u32 = u32::MAX;
 
 /// The kernel for a latent cache.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
@@ -301,10 +298,31 @@ pub fn latent<T: MmaElement>(
     partial_lse: Global<f32>,
     p: LatentParams,
 ) {
-    let scale = Global::null();
-    let to = Pointers { q, scale, block_table, out, lse, partial_out, partial_lse };
-    let lengths = Lengths { starts, past_seqlens, query_seqlens: Global::null() };
+    let (scale, range_starts) = (Global::null(), Global::null());
+    let to = Pointers { q, scale, block_table, out, lse, partial_out, partial_lse, range_starts };
+    let lengths = LengthTensors { starts, past_seqlens, query_seqlens: Global::null() };
     run::<Latent, T>([k, k], lengths, to, &p);
+}
+
+/// The kernel for a latent cache whose CTAs divide the keys of all sequences.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+pub fn latent_divided<T: MmaElement>(
+    k: TensorMap,
+    q: Global<T>,
+    starts: Global<i32>,
+    past_seqlens: Global<i32>,
+    block_table: Global<i32>,
+    out: Global<T>,
+    lse: Global<f32>,
+    partial_out: Global<f32>,
+    partial_lse: Global<f32>,
+    range_starts: Global<u32>,
+    p: LatentParams,
+) {
+    let scale = Global::null();
+    let to = Pointers { q, scale, block_table, out, lse, partial_out, partial_lse, range_starts };
+    let lengths = LengthTensors { starts, past_seqlens, query_seqlens: Global::null() };
+    run::<LatentDivided, T>([k, k], lengths, to, &p);
 }
 
 /// The kernel for a latent cache of float8e4m3fn with one scale, `k_scale`.
@@ -322,8 +340,18 @@ pub fn latent_float8<T: MmaElement>(
     partial_lse: Global<f32>,
     p: LatentParams,
 ) {
-    let to = Pointers { q, scale: k_scale, block_table, out, lse, partial_out, partial_lse };
-    let lengths = Lengths { starts, past_seqlens, query_seqlens: Global::null() };
+    let range_starts = Global::null();
+    let to = Pointers {
+        q,
+        scale: k_scale,
+        block_table,
+        out,
+        lse,
+        partial_out,
+        partial_lse,
+        range_starts,
+    };
+    let lengths = LengthTensors { starts, past_seqlens, query_seqlens: Global::null() };
     run::<LatentFloat8, T>([k, k], lengths, to, &p);
 }
 
@@ -344,14 +372,15 @@ pub fn wide<T: MmaElement>(
     p: LatentParams,
 ) {
     let scale = Global::null();
-    let to = Pointers { q, scale, block_table, out, lse, partial_out, partial_lse };
-    run::<Wide, T>([k, v], Lengths { starts, past_seqlens, query_seqlens }, to, &p);
+    let range_starts = Global::null();
+    let to = Pointers { q, scale, block_table, out, lse, partial_out, partial_lse, range_starts };
+    run::<Wide, T>([k, v], LengthTensors { starts, past_seqlens, query_seqlens }, to, &p);
 }
 
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn run<S: Shape, T: MmaElement>(
     maps: [TensorMap; 2],
-    lengths: Lengths,
+    lengths: LengthTensors,
     to: Pointers<T>,
     p: &LatentParams,
 ) {
@@ -365,7 +394,7 @@ fn run<S: Shape, T: MmaElement>(
     }
     grid_dependency_wait();
     launch_dependents();
-    let work = Work::<S, T>::new(p, to, lengths);
+    let Some(mut work) = Work::<S, T>::new(p, to, lengths) else { return };
     work.keep_rows();
     if S::APART {
         sync_cluster();
@@ -375,20 +404,21 @@ fn run<S: Shape, T: MmaElement>(
     // Broadcast, so that the compiler knows that it is warp-uniform.
     let warpgroup = shfl_idx_u32(thread_idx() / WARPGROUP, 0);
     if warpgroup < 2 {
-        // Warps that load keys and values apart, or convert, spill with 24.
-        if S::APART || S::CONVERTS {
+        // Warps that load keys and values apart, or convert, or go on to other sequences, spill with
+        // 24.
+        if S::APART || S::CONVERTS || S::DIVIDES {
             registers_raise::<232>();
         } else {
             registers_raise::<240>();
         }
-        halves::run(&work, warpgroup);
+        halves::run(&mut work, warpgroup);
     } else {
-        if S::APART || S::CONVERTS {
+        if S::APART || S::CONVERTS || S::DIVIDES {
             registers_lower::<40>();
         } else {
             registers_lower::<24>();
         }
-        loads::run(&work, maps);
+        loads::run(&mut work, maps);
     }
     if S::APART {
         // A peer may still copy to this CTA, or arrive at its barriers.
@@ -396,7 +426,7 @@ fn run<S: Shape, T: MmaElement>(
     }
 }
 
-impl Lengths {
+impl LengthTensors {
     /// The sequence of a batch entry, and its rows in query and output.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn sequence(
@@ -420,8 +450,13 @@ impl Lengths {
 }
 
 impl<'a, S: Shape, T: Element> Work<'a, S, T> {
+    /// The CTA's work, or the first piece of its range; `None` if that is empty. All threads take
+    /// part; a barrier must follow.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn new(p: &'a LatentParams, to: Pointers<T>, lengths: Lengths) -> Self {
+    fn new(p: &'a LatentParams, to: Pointers<T>, lengths: LengthTensors) -> Option<Self> {
+        if S::DIVIDES {
+            return Self::first_of_range(p, to, lengths);
+        }
         let (split, batch) = (block_idx_y(), block_idx_z());
         let [cluster, rank] = if S::APART { [cluster_size(), cluster_rank()] } else { [1, 0] };
         let (nth, kv_head) = Self::place(p, cluster);
@@ -433,19 +468,129 @@ impl<'a, S: Shape, T: Element> Work<'a, S, T> {
         let together = tile(nth, cluster * ROWS);
         let has_tokens = together.query(0).0 < sequence.new;
         let span = together.span_of_tokens().below(if has_tokens { u32::MAX } else { 0 });
-        Self {
+        Some(Self {
             shape: PhantomData,
             base: shared_base(),
             cluster,
             rank,
             p,
             to,
+            lengths,
             rows: tile(nth * cluster + rank, ROWS),
             exist,
-            split,
+            place: split,
             tiles: span.share(KEYS, split, p.attention.splits),
             end: span.some.end,
+        })
+    }
+
+    /// The first piece of the range of a CTA where these divide the keys of all sequences.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn first_of_range(
+        p: &'a LatentParams,
+        to: Pointers<T>,
+        lengths: LengthTensors,
+    ) -> Option<Self> {
+        let [begin, end] = division::range::<S>(lengths, p);
+        if thread_idx() == 0 {
+            Self::range_end().store_vec(0, [end.batch, end.tile, 0, 0]);
         }
+        let mut work = Self {
+            shape: PhantomData,
+            base: shared_base(),
+            cluster: 1,
+            rank: 0,
+            p,
+            to,
+            lengths,
+            rows: Rows::of(&p.attention, block_idx_x(), 0, begin.batch, ROWS),
+            exist: 0,
+            place: WHOLE,
+            tiles: 0..0,
+            end: 0,
+        };
+        if begin.batch < p.attention.batch {
+            work.turn_to(begin, end);
+        }
+        if block_idx_x() == 0 && thread_idx() == 0 {
+            let (cta, rows) = (block_idx_y(), &work.rows);
+            let leave = |cta, words| {
+                to.range_starts.store_vec((division::START_WORDS * cta) as usize, words);
+            };
+            leave(cta, [begin.batch, begin.tile, rows.start, work.exist]);
+            if cta + 1 == p.ctas {
+                leave(p.ctas, [end.batch, end.tile, 0, 0]);
+            }
+        }
+        begin.is_before(end).then_some(work)
+    }
+
+    /// Turns to the piece that begins at `begin`, in a range that ends at `end`.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn turn_to(&mut self, begin: Start, end: Start) {
+        let Start { batch, tile } = begin;
+        // opaque(): otherwise what does not depend on the sequence, comparisons of parameters among
+        // it, stays live across all pieces and spills.
+        let (counts_new, causal) = (opaque(self.p.counts_new), opaque(self.p.attention.causal));
+        let attention = AttentionParams { causal, ..self.p.attention };
+        let p = LatentParams { counts_new, attention, ..*self.p };
+        let (sequence, exist) = self.lengths.sequence(false, batch, &p);
+        let all = division::tiles_of(sequence);
+        let to = if batch == end.batch { end.tile.min(all) } else { all };
+        self.rows = Rows::of(&p.attention, opaque(block_idx_x()), 0, batch, ROWS)
+            .of_sequence(sequence.start, sequence.seqlen());
+        self.exist = exist;
+        // The last row tiles of a sequence with fewer tokens than others have no rows.
+        let has_tokens = self.rows.query(0).0 < sequence.new;
+        self.tiles = tile..if has_tokens { to } else { tile };
+        self.end = sequence.seqlen().total;
+        self.place = match (tile > 0, to < all) {
+            (false, false) => WHOLE,
+            (begun, _) => merge_parts::place(block_idx_x(), block_idx_y(), begun, self.p),
+        };
+    }
+
+    /// Turns to the next piece of the CTA's range, if there is one.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn turn_to_next(&mut self) -> bool {
+        let [batch, tile, ..] = Self::range_end().load_vec(0);
+        let (end, next) = (Start { batch, tile }, Start { batch: self.rows.batch + 1, tile: 0 });
+        let exists = next.is_before(end);
+        if exists {
+            self.turn_to(next, end);
+        }
+        exists
+    }
+
+    /// Leaves in shared memory what a half needs of the piece when it closes its rows: there are no
+    /// registers for it in between. Behind a barrier after which no warp of the half reads what was
+    /// left of an earlier piece.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn leave_piece(&self, half: u32) {
+        if S::DIVIDES && thread_idx() % WARPGROUP == 0 {
+            let words = [self.rows.batch, self.rows.start, self.exist, self.place];
+            Self::piece(half).store_vec(0, words);
+        }
+    }
+
+    /// Takes what [`leave_piece`](Self::leave_piece) left, behind another barrier.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn take_piece(&mut self, half: u32) {
+        if S::DIVIDES {
+            let words = Self::piece(half).load_vec(0);
+            [self.rows.batch, self.rows.start, self.exist, self.place] = words;
+        }
+    }
+
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn piece(half: u32) -> Shared<u32> {
+        Shared::at(S::PIECES + 16 * half)
+    }
+
+    /// Where the CTA's range ends: sequence and key tile.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn range_end() -> Shared<u32> {
+        Shared::at(S::RANGE_END)
     }
 
     /// The cluster's number among the row tiles of a KV head, and that head. The last row tiles
@@ -493,6 +638,13 @@ impl<'a, S: Shape, T: Element> Work<'a, S, T> {
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn row(&self, r: u32) -> Row {
         Row::kept(self.row_place(r))
+    }
+
+    /// The keys that the tile's row `r` sees. What else a row is does not depend on the sequence.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn visible(&self, r: u32) -> Visible {
+        let row = self.row(r);
+        if S::DIVIDES { self.rows.visible(row.s) } else { row.visible }
     }
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
@@ -552,13 +704,27 @@ impl<'a, S: Shape, T: Element> Work<'a, S, T> {
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn index(&self, row: Row) -> usize {
         let [entry, head, row] = self.indices(row);
-        let heads = (self.split * self.p.entries + entry) * self.p.attention.q_heads + head;
+        let split = if S::DIVIDES { 0 } else { self.place };
+        let heads = (split * self.p.entries + entry) * self.p.attention.q_heads + head;
         heads as usize * self.p.tokens as usize + row as usize
     }
 
+    /// Index of the tile's row `r` in (place, row of the tile), where several CTAs share a sequence.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn place_of(&self, r: u32) -> u32 {
+        self.place * ROWS + r
+    }
+
+    /// Whether these are keys of a sequence that several CTAs share as they divide all keys.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn is_part(&self) -> bool {
+        S::DIVIDES && self.place != WHOLE
+    }
+
+    /// Whether results go to scratch memory.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn is_split(&self) -> bool {
-        self.p.attention.splits > 1
+        if S::DIVIDES { self.is_part() } else { self.p.attention.splits > 1 }
     }
 }
 

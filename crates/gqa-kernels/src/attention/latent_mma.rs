@@ -57,7 +57,7 @@ mod warpgroup;
 pub use cached::{Cached, Codes, Elements};
 pub use warpgroup::Float8Keys;
 
-use super::latent::{CONTIGUOUS, Lengths, VALUE_SIZE};
+use super::latent::{CONTIGUOUS, LengthTensors, VALUE_SIZE};
 use crate::concept::softmax::SoftmaxState;
 use crate::num::MmaElement;
 use crate::params::LatentParams;
@@ -198,7 +198,7 @@ impl<
     ) {
         let scale = Global::null();
         let to = Pointers { q, scale, block_table, out, lse, partial_out, partial_lse };
-        Self::attend_all(to, k, Lengths { starts, past_seqlens, query_seqlens }, &p);
+        Self::attend_all(to, k, LengthTensors { starts, past_seqlens, query_seqlens }, &p);
     }
 
     /// The kernel over quantized values with one scale, `k_scale`.
@@ -218,14 +218,14 @@ impl<
         p: LatentParams,
     ) {
         let to = Pointers { q, scale: k_scale, block_table, out, lse, partial_out, partial_lse };
-        Self::attend_all(to, k, Lengths { starts, past_seqlens, query_seqlens }, &p);
+        Self::attend_all(to, k, LengthTensors { starts, past_seqlens, query_seqlens }, &p);
     }
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn attend_all<T: MmaElement>(
         to: Pointers<T>,
         k: Global<C::Cell<T>>,
-        lengths: Lengths,
+        lengths: LengthTensors,
         p: &LatentParams,
     ) {
         const {
@@ -269,7 +269,7 @@ impl<
     fn work<'a, T: MmaElement>(
         to: Pointers<T>,
         k: Global<C::Cell<T>>,
-        lengths: Lengths,
+        lengths: LengthTensors,
         p: &'a LatentParams,
     ) -> (Work<'a, T, C::Cell<T>>, u32) {
         let batch = block_idx_z();

@@ -1,7 +1,7 @@
 //! Attention whose output is wider than the registers of a warpgroup: over a latent KV cache, and
 //! with heads of 512.
 
-use crate::attention::latent::{self, Latent, LatentFloat8, Shape, Wide};
+use crate::attention::latent::{self, Latent, LatentDivided, LatentFloat8, Shape, Wide};
 use crate::attention::latent_mma::{self, Float8Keys};
 #[cfg(not(target_arch = "nvptx64"))]
 use crate::num::Format;
@@ -13,6 +13,8 @@ pub(super) static TABLES: &[&[super::Entry]] = &[
     WIDE,
     LATENT,
     LATENT_FLOAT8,
+    LATENT_DIVIDED,
+    LATENT_MERGE_PARTS,
     LATENT_MMA,
     LATENT_MMA_FLOAT8,
     LATENT_MMA_WARPGROUP,
@@ -42,6 +44,17 @@ kernels!(LATENT, Latent: Attention, "latent",
     gqa_latent_bf16 => latent::latent::<bf16>, T = bf16;
 });
 
+kernels!(LATENT_DIVIDED, Latent: SplitAttention, "latent",
+    ([k 0] q: T, starts: i32, past_seqlens: i32, block_table: i32, out: T, lse: f32,
+     partial_out: f32, partial_lse: f32, range_starts: u32;
+     p: LatentParams),
+    each { head_size: Latent::KEY_SIZE, rows: latent::ROWS, keys: latent::KEYS,
+           threads: latent::THREADS,
+           min_blocks: 1, shared: LatentDivided::SHARED_BYTES, hot: true, min_sm: 90 }, {
+    gqa_latent_divided_f16 => latent::latent_divided::<f16>, T = f16;
+    gqa_latent_divided_bf16 => latent::latent_divided::<bf16>, T = bf16;
+});
+
 kernels!(LATENT_FLOAT8, Latent: Attention, "latent",
     ([k 0] q: T, k_scale: f32, starts: i32, past_seqlens: i32, block_table: i32, out: T, lse: f32,
      partial_out: f32, partial_lse: f32;
@@ -52,6 +65,15 @@ kernels!(LATENT_FLOAT8, Latent: Attention, "latent",
            formats: &[Format::Float8] }, {
     gqa_latent_float8_f16 => latent::latent_float8::<f16>, T = f16;
     gqa_latent_float8_bf16 => latent::latent_float8::<bf16>, T = bf16;
+});
+
+// For keys that CTAs of the kernels above divide.
+kernels!(LATENT_MERGE_PARTS, Latent: Merge, "latent",
+    (range_starts: u32, out: T, lse: f32, partial_out: f32, partial_lse: f32; p: LatentParams),
+    each { head_size: latent::VALUE_SIZE, rows: 0, keys: 0, threads: latent::MERGE_PARTS_THREADS,
+           min_blocks: 2, shared: 0, hot: true, min_sm: 90 }, {
+    gqa_latent_merge_parts_f16 => latent::merge_parts::<f16>, T = f16;
+    gqa_latent_merge_parts_bf16 => latent::merge_parts::<bf16>, T = bf16;
 });
 
 /// Rows of the kernels that multiply by `mma.sync`, for both 16-bit types: `F16 NAME, BF16 NAME =>

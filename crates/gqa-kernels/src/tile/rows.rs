@@ -210,7 +210,13 @@ impl Rows {
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn row(&self, r: u32) -> Row {
         let (s, head) = self.query(r);
-        Row { s, head, visible: self.mask.visible(self.seqlen, s) }
+        Row { s, head, visible: self.visible(s) }
+    }
+
+    /// The keys that query row `s` sees.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub fn visible(&self, s: u32) -> Visible {
+        self.mask.visible(self.seqlen, s)
     }
 
     /// The keys that the tile sees; none if its first row is padding.

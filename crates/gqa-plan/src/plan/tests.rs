@@ -2945,6 +2945,7 @@ fn latent_reach(name: &str, launch: &Launch, element: usize) -> usize {
         "block_table" => (a.batch * p.per_sequence) as usize * 4,
         "partial_out" => out * 4,
         "partial_lse" => lse * 4,
+        "range_starts" => latent::start_words(p) * 4,
         "k_scale" => 4,
         "k" => {
             let rows = if p.log_block_size == latent::CONTIGUOUS {
@@ -3283,6 +3284,33 @@ fn latent_steps_split_keys() {
     assert_eq!(of_float8(16, 32, 4096), 8);
     assert_eq!(of_float8(4, 64, 8192), 16);
     assert_eq!(of_float8(1, 128, 8192), 16);
+}
+
+/// Where sequences are much shorter than the longest one, as the size of the cache says, lengths on
+/// the device divide their keys.
+#[test]
+fn latent_steps_of_other_lengths_are_divided() {
+    let planned = |q_heads, blocks_for_each: usize, options: &PlanOptions| {
+        let call = ProblemFields { batch: 64, q_heads, rotary: None, ..latent_of(576, 1, 15_999) };
+        let call = paged(&Problem::new(call).unwrap()).appended();
+        let pages = call.pages.map(|pages| Pages { blocks: 64 * blocks_for_each, ..pages });
+        let call = Problem::new(ProblemFields { pages, ..(*call).clone() }).unwrap();
+        let plan = plan(&call, &device("h200"), options).unwrap();
+        plan.launches.iter().for_each(|launch| check(&plan, launch));
+        plan.launches.iter().map(|launch| (launch.entry.name, launch.grid)).collect::<Vec<_>>()
+    };
+    let default = PlanOptions::default();
+    let in_splits = PlanOptions { splits: Some(3), ..PlanOptions::default() };
+    let [few, all] = [4096_usize, 16_000].map(|keys| keys.div_ceil(64));
+    for (q_heads, row_tiles) in [(16, 1), (64, 1), (128, 2)] {
+        let launches = planned(q_heads, few, &default);
+        assert_eq!(launches[0], ("gqa_latent_divided_f16", [row_tiles, 132 / row_tiles, 1]));
+        assert_eq!(launches[1].0, "gqa_latent_merge_parts_f16");
+        for (options, blocks) in [(&default, all), (&in_splits, few)] {
+            let launches = planned(q_heads, blocks, options);
+            assert!(launches.iter().all(|(name, _)| !name.contains("divided")), "{q_heads}");
+        }
+    }
 }
 
 /// A cache without blocks has nothing that TMA could load.

@@ -15,19 +15,21 @@ pub(super) const OUTPUTS: usize = COLUMNS as usize / 2;
 
 /// Multiplies all tiles of the CTA; `half` is the warpgroup's number.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
-pub(super) fn run<S: Shape, T: MmaElement>(work: &Work<'_, S, T>, half: u32) {
-    let mut this = Half::new(work, half);
-    let mut tiles = Rolled(work.tiles.start + half..work.tiles.end, 2);
-    if half == 0
-        && let Some(first) = tiles.next()
-    {
-        this.attend::<S, T, true>(work, first);
+pub(super) fn run<S: Shape, T: MmaElement>(work: &mut Work<'_, S, T>, half: u32) {
+    // The half that has the first tile of the piece.
+    let (mut first, mut parity) = (0, 0);
+    loop {
+        let mut this = Half::new(work, half, parity);
+        this.attend_to_all(work, first);
+        this.close(work);
+        if !S::DIVIDES {
+            return;
+        }
+        (first, parity) = ((first + work.count()) % 2, this.parity);
+        if !work.turn_to_next() {
+            return;
+        }
     }
-    for tile in tiles {
-        this.attend::<S, T, false>(work, tile);
-    }
-    this.attend_to_last(work);
-    this.close(work);
 }
 
 /// What a thread keeps from tile to tile.
@@ -47,19 +49,20 @@ pub(super) struct Half {
 impl Half {
     /// Also loads the queries.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn new<S: Shape, T: MmaElement>(work: &Work<'_, S, T>, half: u32) -> Self {
+    fn new<S: Shape, T: MmaElement>(work: &Work<'_, S, T>, half: u32, parity: u32) -> Self {
         let held = work.load_held();
         work.load_queries();
         named_barrier_sync(QUERIES, MULTIPLYING);
+        work.leave_piece(half);
         let held = S::prepare(work, held);
         let p = &work.p.attention;
         Self {
             half,
-            parity: 0,
+            parity,
             held,
             scale: ScoreScale::new(p.scale, p.softcap),
             // No call has a window.
-            visible: [0, 1].map(|half| Visible { first: 0, ..work.row(row_of(half)).visible }),
+            visible: [0, 1].map(|half| Visible { first: 0, ..work.visible(row_of(half)) }),
             states: [[SoftmaxState::EMPTY; 2]],
             out: [0.0; OUTPUTS],
         }
@@ -69,6 +72,21 @@ impl Half {
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn other(&self) -> u32 {
         1 - self.half
+    }
+
+    /// Multiplies the tiles of the piece, whose first one belongs to half `first`.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn attend_to_all<S: Shape, T: MmaElement>(&mut self, work: &Work<'_, S, T>, first: u32) {
+        let mut tiles = Rolled(work.tiles.start + (self.half ^ first)..work.tiles.end, 2);
+        if self.half == first
+            && let Some(tile) = tiles.next()
+        {
+            self.attend::<S, T, true>(work, tile);
+        }
+        for tile in tiles {
+            self.attend::<S, T, false>(work, tile);
+        }
+        self.attend_to_last(work, first);
     }
 
     /// One step: the scores and P of a tile of this half; P · V of the previous tile, which belongs
@@ -114,13 +132,17 @@ impl Half {
 
     /// Adds P · V of the last tile, if it belongs to the other half.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn attend_to_last<S: Shape, T: MmaElement>(&mut self, work: &Work<'_, S, T>) {
+    fn attend_to_last<S: Shape, T: MmaElement>(&mut self, work: &Work<'_, S, T>, first: u32) {
         let count = work.count();
-        if count > 0 && count % 2 == self.half {
+        if count > 0 && (first + count) % 2 == self.half {
             let weights = self.take(work);
             self.clear(work, work.tiles.end - 1, self.other());
             self.begin_product(work, self.other(), &weights);
             wgmma_wait::<0>();
+            if S::DIVIDES {
+                self.release_values(work, self.other(), 0);
+                self.release_values(work, self.other(), 1);
+            }
         }
     }
 
@@ -169,7 +191,7 @@ impl Half {
 
     /// Adds up the sums of both halves, and writes the output.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn close<S: Shape, T: MmaElement>(&mut self, work: &Work<'_, S, T>) {
+    fn close<S: Shape, T: MmaElement>(&mut self, work: &mut Work<'_, S, T>) {
         let [states] = self.states.map(|rows| rows.map(total));
         for row in 0..2 {
             if lane() % 4 == 0 {
@@ -177,13 +199,17 @@ impl Half {
             }
         }
         named_barrier_sync(SUMS, MULTIPLYING);
+        work.take_piece(self.half);
         let factors = [0, 1].map(|row| {
             let SoftmaxState { max, sum } = states[row as usize];
-            let sum = sum + place(S::ROW_SUMS, self.other()).load(row_of(row));
+            // opaque(): otherwise the address stays live across all tiles and spills.
+            let sum = sum + place(S::ROW_SUMS, self.other()).load(opaque(row_of(row)));
             self.close_row(work, row, SoftmaxState { max, sum })
         });
         self.rescale(factors);
-        if work.is_split() {
+        if work.is_part() {
+            self.store_piece(work);
+        } else if work.is_split() {
             self.store_part(work);
         } else {
             self.store(work);

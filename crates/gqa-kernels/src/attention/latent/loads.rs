@@ -16,7 +16,7 @@ const HELD: u32 = 32 / UNITS;
 
 /// Run by the last warpgroup.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
-pub(super) fn run<S: Shape, T: MmaElement>(work: &Work<'_, S, T>, [k, v]: [TensorMap; 2]) {
+pub(super) fn run<S: Shape, T: MmaElement>(work: &mut Work<'_, S, T>, [k, v]: [TensorMap; 2]) {
     match warp() - MULTIPLYING / 32 {
         0 if S::APART => load(work, k, Tiles::Keys),
         1 if S::APART => load(work, v, Tiles::Values),
@@ -61,20 +61,32 @@ impl Tiles {
 
 /// Copies all tiles of the CTA, each group of chunks as soon as it is empty.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
-fn load<S: Shape, T: MmaElement>(work: &Work<'_, S, T>, map: TensorMap, tiles: Tiles) {
-    let mut held = 0;
-    for tile in Rolled(work.tiles.clone(), 1) {
-        let nth = tile - work.tiles.start;
-        if nth % HELD == 0 {
-            held = work.block_of((tile * UNITS + lane()) * LEAST_BOX);
+fn load<S: Shape, T: MmaElement>(work: &mut Work<'_, S, T>, map: TensorMap, tiles: Tiles) {
+    // Tiles of earlier pieces.
+    let mut before = 0;
+    loop {
+        let mut held = 0;
+        for tile in Rolled(work.tiles.clone(), 1) {
+            let within = tile - work.tiles.start;
+            if within % HELD == 0 {
+                held = work.block_of((tile * UNITS + lane()) * LEAST_BOX);
+            }
+            let nth = before + within;
+            let [buffer, empty, set] = tiles.buffer(nth);
+            let boxes = Boxes::new(work, map, held, [tile, buffer, set]);
+            if tiles == Tiles::Both {
+                boxes.copy(work, ROTATED, empty);
+            }
+            for i in Rolled(0..ROTATED, 1) {
+                boxes.copy(work, (tiles.first_group(nth) + i) % ROTATED, empty);
+            }
         }
-        let [buffer, empty, set] = tiles.buffer(nth);
-        let boxes = Boxes::new(work, map, held, [tile, buffer, set]);
-        if tiles == Tiles::Both {
-            boxes.copy(work, ROTATED, empty);
+        if !S::DIVIDES {
+            return;
         }
-        for i in Rolled(0..ROTATED, 1) {
-            boxes.copy(work, (tiles.first_group(nth) + i) % ROTATED, empty);
+        before += work.tiles.end - work.tiles.start;
+        if !work.turn_to_next() {
+            return;
         }
     }
 }

@@ -8,8 +8,10 @@ use crate::simt::*;
 
 /// 16-byte vectors of a query's channels in shared memory.
 const VECTORS: u32 = VALUE_SIZE / 8;
-/// Vectors that a thread has in flight.
+/// Vectors that a thread has in flight, and where CTAs go on to other sequences, which wait for
+/// their queries.
 const BATCH: u32 = 8;
+const LONGER_BATCH: u32 = 16;
 
 /// Rows that a warp converts at a time.
 const TOGETHER: u32 = 4;
@@ -24,26 +26,35 @@ impl<S: Shape, T: MmaElement> Work<'_, S, T> {
     /// zeros.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn load_queries(&self) {
-        for first in Rolled(thread_idx()..ROWS * VECTORS, BATCH * MULTIPLYING) {
+        match S::DIVIDES {
+            true => self.load_vectors::<{ LONGER_BATCH as usize }>(),
+            false => self.load_vectors::<{ BATCH as usize }>(),
+        }
+        fence_proxy_async();
+    }
+
+    /// Loads this thread's vectors, `IN_FLIGHT` at a time.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn load_vectors<const IN_FLIGHT: usize>(&self) {
+        for first in Rolled(thread_idx()..ROWS * VECTORS, IN_FLIGHT as u32 * MULTIPLYING) {
             let place = |i: u32| {
                 let vector = first + i * MULTIPLYING;
                 (vector / VECTORS, vector % VECTORS)
             };
-            let mut words = [[0; 4]; BATCH as usize];
-            for i in 0..BATCH {
+            let mut words = [[0; 4]; IN_FLIGHT];
+            for i in 0..IN_FLIGHT as u32 {
                 let (r, unit) = place(i);
                 if let Some(from) = self.query(r) {
                     words[i as usize] = self.to.q.load_vec(from + unit as usize * 8);
                 }
             }
-            for i in 0..BATCH {
+            for i in 0..IN_FLIGHT as u32 {
                 let (r, unit) = place(i);
                 let (chunk, within) = (unit / 8, (unit % 8) ^ (r % 8));
                 let to = self.base + chunk * QUERY_CHUNK + r * 128 + within * 16;
                 st_shared_vec(to, words[i as usize]);
             }
         }
-        fence_proxy_async();
     }
 
     /// The chunk that stays in registers, of the thread's rows.

@@ -16,6 +16,8 @@ pub trait Shape {
     const HELD: u32;
     /// Operand type of the tensor cores if queries are `T`.
     type Operand<T: MmaElement>: MmaElement;
+    /// Whether CTAs may divide the keys of all sequences among them (`division.rs`).
+    const DIVIDES: bool = false;
     /// Whether the cache holds float8, which three warps convert to operands (`convert.rs`).
     const CONVERTS: bool = false;
     /// Converts the loaded queries, and those that a thread holds, to operands. A function of the
@@ -66,7 +68,14 @@ pub trait Shape {
     /// Offset of the divisors of the query rows.
     const DIVISORS: u32 = Self::CODES + if Self::CONVERTS { 8 * BUFFERS * Self::GROUPS } else { 0 };
     /// Dynamic shared memory of a CTA, in bytes.
-    const SHARED_BYTES: u32 = Self::DIVISORS + if Self::CONVERTS { 4 * ROWS } else { 0 };
+    const SHARED_BYTES: u32 = Self::RANGE_END + if Self::DIVIDES { 16 + 2 * 16 } else { 0 };
+    /// Offset of where the CTA's range ends, a vector.
+    const RANGE_END: u32 = {
+        let end = Self::DIVISORS + if Self::CONVERTS { 4 * ROWS } else { 0 };
+        if Self::DIVIDES { end.next_multiple_of(16) } else { end }
+    };
+    /// Offset of what each half keeps of its piece, a vector.
+    const PIECES: u32 = Self::RANGE_END + 16;
 }
 
 /// A latent cache: 576 channels, the first 512 of which are the value.
@@ -77,6 +86,17 @@ impl Shape for Latent {
     const APART: bool = false;
     const HELD: u32 = VALUE_CHUNKS;
     type Operand<T: MmaElement> = T;
+}
+
+/// The same, where CTAs divide the keys of all sequences.
+pub struct LatentDivided;
+
+impl Shape for LatentDivided {
+    const KEY_SIZE: u32 = Latent::KEY_SIZE;
+    const APART: bool = false;
+    const HELD: u32 = Latent::HELD;
+    type Operand<T: MmaElement> = T;
+    const DIVIDES: bool = true;
 }
 
 /// The same in float8e4m3fn.
@@ -108,5 +128,5 @@ impl Shape for Wide {
 const _: () = {
     const MOST: u32 = 227 << 10;
     assert!(Latent::SHARED_BYTES <= MOST && Wide::SHARED_BYTES <= MOST);
-    assert!(LatentFloat8::SHARED_BYTES <= MOST);
+    assert!(LatentFloat8::SHARED_BYTES <= MOST && LatentDivided::SHARED_BYTES <= MOST);
 };

@@ -39,7 +39,7 @@ use super::{ABSENT, Float8Rows16, Pointers, VALUE_SIZE, Work, output};
 use crate::attention::hopper::{
     greatest_of_vector, power_of_two, row_exponent, row_factor, sums_of,
 };
-use crate::attention::latent::Lengths;
+use crate::attention::latent::LengthTensors;
 use crate::concept::softmax::SoftmaxState;
 use crate::num::{MmaElement, f16, unpack};
 use crate::params::LatentParams;
@@ -135,7 +135,7 @@ impl Float8Keys {
         grid_dependency_wait();
         launch_dependents();
         let to = Pointers { q, scale: k_scale, block_table, out, lse, partial_out, partial_lse };
-        let lengths = Lengths { starts, past_seqlens, query_seqlens };
+        let lengths = LengthTensors { starts, past_seqlens, query_seqlens };
         let (work, exist) = Float8Rows16::work(to, k, lengths, &p);
         if thread_idx() < Self::ROWS {
             let row = work.rows.row(thread_idx());

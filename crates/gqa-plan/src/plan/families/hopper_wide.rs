@@ -83,6 +83,8 @@ pub(super) fn wide_params(p: &Problem, queries: Strides, splits: u32) -> Result<
         blocks: attention.batch,
         counts_new: 0,
         entries: u32_of("batch", p.batch)?,
+        ctas: 0,
+        beginning: 0,
     })
 }
 

@@ -4,7 +4,7 @@ use super::hopper::tensor_map;
 use super::hopper_paged::pages;
 use crate::plan::build::{launch, pages_strides, tensor, u32_of};
 use crate::plan::decision::Rejection;
-use crate::plan::device::Capability;
+use crate::plan::device::{Capability, DeviceInfo};
 use crate::plan::family::{Call, Family, Job, Kernel};
 use crate::plan::launch::{Arg, Launch};
 use crate::plan::options::PlanOption;
@@ -12,7 +12,7 @@ use crate::plan::params::{output, params, scale_tensors};
 use crate::plan::{requirements, select};
 use crate::problem::{Problem, Quantization, Scales, Sink};
 use crate::tensors::TensorId;
-use crate::{Error, Result};
+use crate::{DType, Error, Result};
 use gqa_kernels::attention::latent::{self as kernels, Shape};
 use gqa_kernels::params::{AttentionParams, LatentParams, Strides};
 use gqa_kernels::registry::{self, Entry, Role, entries};
@@ -68,11 +68,16 @@ impl Family for Latent {
         select::capabilities(&[Capability::Wgmma], call.device)?;
         let params = latent_params(p, Strides::default(), 1).map_err(|_| Rejection::TooLarge)?;
         let elements = if p.quantized.is_some() { CONVERTED_ELEMENTS } else { p.head_size };
+        if let Some(kernel) = divided(call, entry, &params) {
+            return Ok(kernel);
+        }
         Ok(Kernel::split(entry, splits(call, &params, elements, 1)))
     }
 
     fn launches(&self, kernel: &Kernel, job: Job<'_>) -> Result<Vec<Launch>> {
         let params = latent_params(job.problem, job.rows.query.strides, kernel.splits)?;
+        let beginning = if kernel.parts > 0 { kernels::BEGINNING } else { 0 };
+        let params = LatentParams { ctas: kernel.parts, beginning, ..params };
         let keys = paged_map(&job, job.rows.attended[0], &params)?;
         let grid = kernels::grid(&params, kernel.cluster);
         launches(job, kernel, vec![("k", keys)], &params, grid)
@@ -99,13 +104,18 @@ pub(super) fn launches(
     grid: [u32; 3],
 ) -> Result<Vec<Launch>> {
     let Kernel { entry, cluster, .. } = *kernel;
-    let merges = params.attention.splits > 1;
+    let merges = params.attention.splits > 1 || params.ctas > 0;
     let (out, lse) = kernels::partial_elements(params);
     let mut take = |elements: usize| match merges {
         true => job.scratch.take(elements, size_of::<f32>()),
         false => Ok(Arg::Null),
     };
-    let partial = [("partial_out", take(out)?), ("partial_lse", take(lse)?)];
+    let starts = if params.ctas > 0 { kernels::start_words(params) } else { 0 };
+    let partial = [
+        ("partial_out", take(out)?),
+        ("partial_lse", take(lse)?),
+        ("range_starts", if starts > 0 { take(starts)? } else { Arg::Null }),
+    ];
     let arguments = [&maps[..], &arguments(&job), &partial].concat();
     let programmatic = job.device.has(Capability::ProgrammaticLaunch);
     let launch =
@@ -113,16 +123,20 @@ pub(super) fn launches(
     let attention = launch(entry, grid)?;
     let mut launches = vec![Launch { cluster, ..attention }];
     if merges {
-        launches.push(launch(merge_of(entry)?, kernels::merge_grid(params))?);
+        let grid = match params.ctas {
+            0 => kernels::merge_grid(params),
+            _ => kernels::merge_parts_grid(params),
+        };
+        launches.push(launch(merge_of(entry, params.ctas > 0)?, grid)?);
     }
     Ok(launches)
 }
 
-/// The merge for the element type of such a kernel.
-fn merge_of(entry: &Entry) -> Result<&'static Entry> {
+/// The merge for the element type of such a kernel: of splits, or of keys that CTAs divide.
+fn merge_of(entry: &Entry, divides: bool) -> Result<&'static Entry> {
+    let family = if divides { registry::Family::Latent } else { registry::Family::LatentMma };
     let is_it = |other: &&Entry| {
-        let (family, role) = (registry::Family::LatentMma, Role::Merge);
-        (other.family, other.role, other.dtype) == (family, role, entry.dtype)
+        (other.family, other.role, other.dtype) == (family, Role::Merge, entry.dtype)
     };
     let missing = || Error::NoKernel(format!("{} has no merge", entry.name));
     entries().find(is_it).ok_or_else(missing)
@@ -145,11 +159,74 @@ pub(super) fn scores_alone(p: &Problem) -> Result<(), Rejection> {
     }
 }
 
+/// The kernel whose CTAs divide the keys of all sequences by the lengths on the device, if that is
+/// estimated to be faster than equal splits of each sequence.
+fn divided(call: &Call<'_>, entry: &Entry, params: &LatentParams) -> Option<Kernel> {
+    let Call { problem: p, device, options, forced } = *call;
+    let is_sister = |other: &&Entry| {
+        other.role == Role::SplitAttention
+            && (other.family, other.dtype, other.formats)
+                == (entry.family, entry.dtype, entry.formats)
+    };
+    let sister = entries().find(is_sister)?;
+    let [row_tiles, ..] = kernels::grid(params, 1);
+    let ctas = device.multiprocessors / row_tiles.max(1);
+    let fits = ctas > 0 && p.batch <= kernels::MOST_SEQUENCES as usize;
+    if options.splits.is_some() || p.batch_invariant || !fits {
+        return None;
+    }
+    let kernel = Kernel::in_parts(sister, ctas);
+    if let Some(forced) = forced {
+        let is_merge = (forced.family, forced.role) == (sister.family, Role::Merge);
+        return (is_merge || forced.name == sister.name).then_some(kernel);
+    }
+    pays(p, params, ctas, device).then_some(kernel)
+}
+
+/// Whether dividing all keys among that many CTAs of each row tile is estimated to pay.
+fn pays(p: &Problem, params: &LatentParams, ctas: u32, device: &DeviceInfo) -> bool {
+    /// Least gain: lengths may be more equal than the size of the cache says.
+    const GAIN: f64 = 1.1;
+    /// Mean length as a part of the longest, above which equal splits were measured as fast.
+    const MOST_EQUAL: f64 = 0.9;
+    let Some(pages) = p.pages.filter(|_| p.batch > 1) else { return false };
+    // The cache has a row for every key.
+    let rows = pages.blocks.saturating_mul(pages.block_size) / p.batch;
+    let longest = p.most_keys();
+    let lengths = kernels::Lengths { longest, mean: (rows as f64).min(f64::from(longest)) };
+    if lengths.mean > MOST_EQUAL * f64::from(longest) {
+        return false;
+    }
+    let key_bytes = (p.head_size * p.dtype.size()) as u32;
+    let equal = kernels::Time { p: params, key_bytes, multiprocessors: device.multiprocessors };
+    let divided = LatentParams { ctas, beginning: kernels::BEGINNING, ..*params };
+    let divided = kernels::Time { p: &divided, ..equal };
+    GAIN * divided.divided(lengths) <= equal.of_best_splits(lengths)
+}
+
+/// Whether CTAs of a kernel with tiles of 64 rows divide the keys of all sequences of a call in
+/// which lengths differ, so that `latent_mma`, whose CTAs do not, is asked later.
+pub(super) fn divides(p: &Problem, device: &DeviceInfo) -> bool {
+    let Some(pages) = p.pages.filter(|_| device.has(Capability::Wgmma)) else { return false };
+    let is_taken = p.quantized.is_none()
+        && p.dtype != DType::F32
+        && pages.block_size >= kernels::LEAST_BOX as usize
+        && pages.block_size.is_power_of_two()
+        && !p.batch_invariant
+        && p.batch <= kernels::MOST_SEQUENCES as usize
+        && scores_alone(p).is_ok();
+    let Ok(params) = latent_params(p, Strides::default(), 1) else { return false };
+    let [row_tiles, ..] = kernels::grid(&params, 1);
+    let ctas = device.multiprocessors / row_tiles.max(1);
+    is_taken && ctas > 0 && pays(p, &params, ctas, device)
+}
+
 /// Number of KV splits; tiles have `elements` elements per token.
 pub(super) fn splits(call: &Call<'_>, params: &LatentParams, elements: usize, cluster: u32) -> u32 {
     let Call { problem: p, device, options, .. } = *call;
-    let (keys, key_bytes) = (p.most_keys(), (elements * p.dtype.size()) as u32);
-    let best = || kernels::splits(params, keys, key_bytes, cluster, device.multiprocessors);
+    let key_bytes = (elements * p.dtype.size()) as u32;
+    let time = kernels::Time { p: params, key_bytes, multiprocessors: device.multiprocessors };
+    let best = || time.best_splits(p.most_keys(), cluster);
     options.splits.unwrap_or_else(best)
 }
 
@@ -166,6 +243,8 @@ pub(super) fn latent_params(p: &Problem, queries: Strides, splits: u32) -> Resul
         blocks: u32_of("blocks", pages.blocks)?,
         counts_new: pages.counts_new.into(),
         entries: 1,
+        ctas: 0,
+        beginning: 0,
     })
 }
 

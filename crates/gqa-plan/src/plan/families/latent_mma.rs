@@ -1,6 +1,6 @@
 //! `latent_mma`: attention over a latent KV cache by `mma.sync`, paged or contiguous, on GPUs from
 //! compute capability 8.0 on. Over blocks `latent` takes calls on Hopper that have [more than few
-//! tiles](has_few_tiles).
+//! tiles](has_few_tiles), or whose keys it divides by lengths.
 
 use super::hopper_wide::wide_params;
 use super::latent::{MOST_SEQUENCES, holds, launches, scores_alone};
@@ -99,10 +99,16 @@ impl Family for LatentMma {
     }
 }
 
+/// Whether the kernels of this family are asked before `latent`: tiles of 16 rows are faster, unless
+/// lengths differ, which only `latent` divides by.
+pub(in crate::plan) fn comes_first(p: &Problem, device: &DeviceInfo) -> bool {
+    has_few_tiles(p, device) && !super::latent::divides(p, device)
+}
+
 /// Whether tiles of 16 rows are faster than those of `latent` with 64: up to 16 rows, and of more
 /// on Hopper while there are few. Bounds are from an H200
 /// (`docs/results/2026-11-30-h200-e/latent.md`).
-pub(in crate::plan) fn has_few_tiles(p: &Problem, device: &DeviceInfo) -> bool {
+fn has_few_tiles(p: &Problem, device: &DeviceInfo) -> bool {
     const ROWS: usize = 16;
     const KEYS: u32 = 64;
     /// Tiles for each SM, where `wgmma` multiplies float8 keys, and else; rows in that case.

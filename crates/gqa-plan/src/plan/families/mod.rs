@@ -67,9 +67,9 @@ pub(super) static PAGED: [Paged; 11] = [
     paged(&hopper_wide::HopperWide { paged: true }, Short, |p, _| {
         is_plain(p) && p.head_size > LARGEST_DECODE_HEAD
     }),
-    paged(LATENT_MMA, Short, |p, device| p.latent && latent_mma::has_few_tiles(p, device)),
+    paged(LATENT_MMA, Short, |p, device| p.latent && latent_mma::comes_first(p, device)),
     paged(&latent::Latent, Short, |p, _| p.latent),
-    paged(LATENT_MMA, Short, |p, device| p.latent && !latent_mma::has_few_tiles(p, device)),
+    paged(LATENT_MMA, Short, |p, device| p.latent && !latent_mma::comes_first(p, device)),
     paged(&hopper_paged_quantized::HopperPagedQuantized, Long, |p, _| {
         p.quantized.is_some() && !p.batch_invariant
     }),
