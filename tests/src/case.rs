@@ -504,6 +504,40 @@ pub fn padded(cases: BoxedStrategy<Case>) -> BoxedStrategy<Case> {
         .boxed()
 }
 
+/// The same calls as chunks of up to 70 rows for the kernels that divide work by the lengths on the
+/// device: after no rows, about as many as a tile of keys has, or many, with any number of tokens.
+pub fn ragged(cases: BoxedStrategy<Case>) -> BoxedStrategy<Case> {
+    let pasts = proptest::sample::select(vec![0usize, 1, 63, 64, 127, 128, 129, 600]);
+    let tokens = proptest::sample::select(vec![0usize, 1, 7, 31, 32, 63, 64, 70]);
+    let lengths = proptest::collection::vec((pasts, tokens), 1..=5);
+    (cases, lengths, 1..=70usize, any::<bool>())
+        .prop_map(|(case, lengths, q_len, is_padded)| {
+            // A sequence has a token after the call.
+            let tokens =
+                |&(past, tokens): &(usize, usize)| tokens.min(q_len).max(usize::from(past == 0));
+            Case {
+                q_len,
+                past: lengths.iter().map(|(past, _)| *past).collect(),
+                tokens: is_padded.then(|| lengths.iter().map(tokens).collect()),
+                first_prompt: false,
+                no_new_rows: false,
+                spare_rows: case.spare_rows.max(5),
+                causal: case.causal || is_padded,
+                window: if case.causal { case.window } else { -1 },
+                softcap: case.softcap.min(50.0),
+                quantized: None,
+                bias: None,
+                rotary: case.rotary.filter(|rotary| rotary.2 == Positions::Implicit),
+                scale: case.scale.abs(),
+                qk_output: 0,
+                lse: false,
+                float32_output: false,
+                ..case
+            }
+        })
+        .boxed()
+}
+
 /// The same calls with float8e4m3fn output, whose largest values are clamped.
 pub fn quantized_output(cases: BoxedStrategy<Case>) -> BoxedStrategy<Case> {
     (cases, 0.002f32..0.1)

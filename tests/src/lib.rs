@@ -25,7 +25,7 @@ pub use call::Call;
 pub use case::{
     Bias, Case, Positions, any_quantization, biased_prompts, case, float8_prompts, heads_in,
     heads_up_to, padded, prompts, prompts_of_wide_scores, prompts_over_float8, quantized,
-    quantized_output, quantized_prompts, quantized_steps, rotated_prompts, sliding, steps,
+    quantized_output, quantized_prompts, quantized_steps, ragged, rotated_prompts, sliding, steps,
     tall_steps, turned_float8_prompts, with_row_scales,
 };
 pub use compare::{Errors, Tolerance, compare};

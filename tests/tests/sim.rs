@@ -8,7 +8,7 @@ use gqa_host::{DType, Problem};
 use gqa_kernels::registry::{Entry, Family};
 use gqa_tests::{
     Alone, Case, any_dtype, case, every_entry, half_dtype, heads_in, heads_up_to, is_of_attention,
-    parity, prompts, quantized_output, quantized_steps, sliding, steps,
+    parity, prompts, quantized_output, quantized_steps, ragged, sliding, steps,
 };
 use proptest::prelude::*;
 
@@ -116,6 +116,23 @@ fn quantized_outputs() {
     parity("sim, quantized cache and output", 60, codes, &planned);
     let sliding = sliding(case(half_dtype(), heads_up_to(96), 30), 30);
     parity("sim, sliding, quantized output", 60, quantized_output(sliding), &planned);
+}
+
+/// Chunks after pasts of any lengths, over contiguous caches, by the kernels that divide the work of
+/// all sequences among CTAs.
+#[test]
+fn chunks_of_ragged_lengths() {
+    for (sizes, dtype, name) in [
+        (32..=64, DType::F16, "gqa_hopper_paged_split_f16_d64"),
+        (72..=96, DType::BF16, "gqa_hopper_paged_split_bf16_d96"),
+        (104..=128, DType::F16, "gqa_hopper_paged_split_f16_d128"),
+        (136..=192, DType::BF16, "gqa_hopper_paged_split_bf16_d192"),
+        (200..=256, DType::F16, "gqa_hopper_paged_split_f16_d256"),
+    ] {
+        let cases = ragged(case(Just(dtype).boxed(), heads_in(sizes), 70));
+        let options = PlanOptions { force: Some(name), ..PlanOptions::default() };
+        parity(&format!("sim, ragged chunks, {name}"), 12, cases, &sim(options));
+    }
 }
 
 #[test]

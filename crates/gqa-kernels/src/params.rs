@@ -251,12 +251,15 @@ pub struct PagedHopperParams {
     pub hopper: HopperParams,
     /// Tokens of all sequences.
     pub tokens: u32,
-    /// Blocks of a sequence: columns of block_table.
+    /// Blocks of a sequence: columns of block_table; over a contiguous cache rows of the output
+    /// from one batch entry to the next.
     pub per_sequence: u32,
-    /// Logarithm of a block's rows, 16 or more, or
-    /// [`CONSECUTIVE`](crate::concept::pages::CONSECUTIVE).
+    /// Logarithm of a block's rows, 16 or more, of
+    /// [`CONSECUTIVE`](crate::concept::pages::CONSECUTIVE), or of
+    /// [`CONTIGUOUS`](crate::concept::pages::CONTIGUOUS).
     pub log_block_size: u32,
-    /// Blocks of the cache; its rows where those of a sequence are consecutive.
+    /// Blocks of the cache; its rows where those of a sequence are consecutive; batch entries of a
+    /// contiguous one.
     pub blocks: u32,
     /// Sequences with fewer tokens are another launch's.
     pub least: u32,
@@ -814,7 +817,8 @@ pub struct PagedDecodeParams {
     pub steps: PageSteps,
     /// Blocks of a sequence: columns of block_table.
     pub per_sequence: u32,
-    /// Logarithm of a block's rows, 16 or more; [`CONTIGUOUS`](crate::concept::pages::CONTIGUOUS):
+    /// Logarithm of a block's rows, 16 or more;
+    /// [`LOG_CONTIGUOUS`](crate::concept::pages::LOG_CONTIGUOUS):
     /// the cache is contiguous, and what follows is 0.
     pub log_block_size: u32,
     /// Blocks of the cache.

@@ -149,7 +149,7 @@ impl<const HEAD: u32, const VALUES: u32, const STAGES: u32> Prefill<HEAD, VALUES
     ) {
         let PagedPrefillParams { tokens, least, counts_new, .. } = p;
         let counts_new = counts_new != 0;
-        let sequences = Sequences { starts, past_seqlens, tokens, least, counts_new };
+        let sequences = Sequences { starts, past_seqlens, tokens, least, counts_new, apart: None };
         let to = Pointers { head_sink, out, lse, columns: p.prefill.v_head_size };
         let pages = Pages::new(block_table, &p);
         if pages.is_consecutive() && warp() == 14 {

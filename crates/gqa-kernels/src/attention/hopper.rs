@@ -214,7 +214,7 @@ impl<
             } else if thread_idx() == 0 {
                 producer::load_keys_and_values::<Self>(base, k, v, seqlens, counter, columns, p);
             } else if thread_idx() == 32 {
-                producer::load_queries::<Self>(base, q, pages.map(|pages| pages.packing));
+                producer::load_queries::<Self>(base, q, pages);
             } else if warp() >= 2 {
                 if let Some(mask) = pointers.mask {
                     mask.load::<Self>(base, p);
@@ -313,7 +313,8 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
     /// `run_paged` for calls with few rows or long sequences among short ones: the query heads of a
     /// KV head share row tiles (`packing.rs`), and all CTAs have equal ranges of the work
     /// (`schedule.rs`), which `schedule` has, if it is not null (`given.rs`). [`merge_parts`] is
-    /// behind it.
+    /// behind it. The cache may be contiguous: then q and out are (batch, query head, S, head
+    /// size), `past_seqlens` is seqlens_k, `starts` query_seqlens or null, and there is no table.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn run_paged_split<T: MmaElement>(
         q: TensorMap,

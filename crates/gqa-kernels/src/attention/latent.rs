@@ -443,7 +443,8 @@ impl LengthTensors {
             return (sequence, p.attention.q_len);
         }
         let counts_new = p.counts_new != 0;
-        let sequences = Sequences { starts, past_seqlens, tokens: p.tokens, least: 0, counts_new };
+        let sequences =
+            Sequences { starts, past_seqlens, tokens: p.tokens, least: 0, counts_new, apart: None };
         let sequence = sequences.get(batch, &p.attention);
         (sequence, sequence.new)
     }

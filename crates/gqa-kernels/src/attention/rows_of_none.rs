@@ -17,23 +17,10 @@ pub(super) fn clear<T: MmaElement>(
     lse: Global<f32>,
     p: &AttentionParams,
 ) {
-    let Sequences { starts, tokens, .. } = sequences;
-    let start = |b: u32| starts.load(b as usize);
+    let tokens = sequences.tokens;
     for first in Rolled(0..p.batch + 1, LANES) {
-        // This lane's rows: those between two sequences, or at either end.
         let b = first + lane();
-        let (mut begin, mut end) = (0, 0);
-        if b <= p.batch {
-            end = tokens;
-            if b > 0 {
-                let most = p.q_len.min(p.capacity);
-                let [from, new, _] = Sequence::tokens([start(b - 1), start(b)], tokens, most);
-                begin = from + new;
-            }
-            if b < p.batch {
-                end = (start(b).max(0) as u32).min(tokens);
-            }
-        }
+        let [begin, end] = if b <= p.batch { before(sequences, b, p) } else { [0; 2] };
         if !any_sync(begin < end) {
             continue;
         }
@@ -44,6 +31,31 @@ pub(super) fn clear<T: MmaElement>(
             }
         }
     }
+}
+
+/// The rows between sequence `b` and the one before, or at either end. Over a contiguous cache the
+/// padding of batch entry `b`.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+fn before(sequences: Sequences, b: u32, p: &AttentionParams) -> [u32; 2] {
+    if sequences.apart.is_some() {
+        if b == p.batch {
+            return [0; 2];
+        }
+        let Sequence { start, new, .. } = sequences.get(b, p);
+        return [start + new, start + p.q_len];
+    }
+    let Sequences { starts, tokens, .. } = sequences;
+    let start = |b: u32| starts.load(b as usize);
+    let (mut begin, mut end) = (0, tokens);
+    if b > 0 {
+        let most = p.q_len.min(p.capacity);
+        let [from, new, _] = Sequence::tokens([start(b - 1), start(b)], tokens, most);
+        begin = from + new;
+    }
+    if b < p.batch {
+        end = (start(b).max(0) as u32).min(tokens);
+    }
+    [begin, end]
 }
 
 #[cfg_attr(target_arch = "nvptx64", inline(always))]

@@ -11,8 +11,11 @@ use super::seqlen::Seqlen;
 /// block table then holds the first row of each sequence.
 pub const CONSECUTIVE: u32 = 1 << 31;
 
-/// Stands for the logarithm of a block's rows where the cache is contiguous, without blocks.
-pub const CONTIGUOUS: u32 = 31;
+/// Stands for the rows of a block where the cache is contiguous: each batch entry is a block, and
+/// there is no block table.
+pub const CONTIGUOUS: u32 = 1 << 30;
+/// Its binary logarithm.
+pub const LOG_CONTIGUOUS: u32 = CONTIGUOUS.ilog2();
 
 /// A sequence's length as stored in device memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

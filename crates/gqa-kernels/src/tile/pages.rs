@@ -1,10 +1,11 @@
 //! Sequences over a paged KV cache: which one a row tile belongs to, and where its keys and values
-//! lie.
+//! lie. A contiguous cache has a block for each.
 
 use crate::concept::pages::{Length, Sequence};
 use crate::num::quotient;
 use crate::params::{AttentionParams, PageSteps};
 use crate::simt::Global;
+use crate::tile::seqlens::Seqlens;
 
 /// The sequences of a call, whose tokens are packed one after the other.
 ///
@@ -15,9 +16,10 @@ use crate::simt::Global;
 /// rows per tile.
 #[derive(Clone, Copy)]
 pub struct Sequences {
-    /// cu_seqlens of the new tokens, (batch + 1)
+    /// cu_seqlens of the new tokens, (batch + 1); over a contiguous cache the number of tokens of
+    /// each batch entry, (batch), or null: all rows are tokens.
     pub starts: Global<i32>,
-    /// Past lengths, (batch)
+    /// Past lengths, (batch); over a contiguous cache seqlens_k.
     pub past_seqlens: Global<i32>,
     /// Tokens of all sequences.
     pub tokens: u32,
@@ -25,6 +27,9 @@ pub struct Sequences {
     pub least: u32,
     /// Whether the past lengths include the new tokens.
     pub counts_new: bool,
+    /// Over a contiguous cache, whose batch entries have S rows each, rows of the output from one
+    /// entry to the next.
+    pub apart: Option<u32>,
 }
 
 impl Sequences {
@@ -52,6 +57,11 @@ impl Sequences {
     /// Rows and lengths of sequence `b`; empty if it belongs to another launch.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn get(self, b: u32, p: &AttentionParams) -> Sequence {
+        if let Some(apart) = self.apart {
+            let seqlen = Seqlens::new(self.past_seqlens, self.starts).get(b, p);
+            let new = seqlen.new_rows().min(p.q_len);
+            return Sequence { start: b * apart, new, past: seqlen.past };
+        }
         let [start, end] = [0, 1].map(|next| self.starts.load((b + next) as usize));
         let rows = self.past_seqlens.load(b as usize);
         let length = Length { rows, counts_new: self.counts_new };

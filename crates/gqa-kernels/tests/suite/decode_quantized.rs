@@ -3,7 +3,7 @@
 use crate::support::{Layout, Random, Rows, unit, wide};
 use bytemuck::Zeroable;
 use gqa_kernels::attention::decode;
-use gqa_kernels::concept::pages::CONTIGUOUS;
+use gqa_kernels::concept::pages::LOG_CONTIGUOUS;
 use gqa_kernels::num::{Code, DType, Element, Float4, Float8, Format, Int4, Int8, bf16, f16};
 use gqa_kernels::params::{
     AttentionParams, DecodeParams, PageSteps, PagedDecodeParams, RotaryParams, Strides, scales,
@@ -470,7 +470,7 @@ fn contiguous(decode: DecodeParams) -> PagedDecodeParams {
     PagedDecodeParams {
         decode,
         steps: PageSteps { row: 1, unit, ..PageSteps::default() },
-        log_block_size: CONTIGUOUS,
+        log_block_size: LOG_CONTIGUOUS,
         ..Zeroable::zeroed()
     }
 }

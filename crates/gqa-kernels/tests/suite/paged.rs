@@ -4,7 +4,7 @@
 use crate::support::{entry, start};
 use bytemuck::Zeroable;
 use gqa_kernels::attention::{decode, hopper, tiled};
-use gqa_kernels::concept::pages::CONSECUTIVE;
+use gqa_kernels::concept::pages::{CONSECUTIVE, LOG_CONTIGUOUS};
 use gqa_kernels::num::{DType, Format, bf16};
 use gqa_kernels::params::scales::PER_TOKEN;
 use gqa_kernels::params::{
@@ -229,24 +229,29 @@ proptest! {
     #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(150) })]
 
     /// Nor do they where CTAs divide the work of a prefill. Ranges begin one behind the other, and
-    /// each CTA has the row tiles of its own; by a schedule they are the same.
+    /// each CTA has the row tiles of its own; by a schedule they are the same. The cache may be
+    /// contiguous.
     #[test]
     fn no_integer_leads_a_division_outside(
         (batch, q_len, tokens, ctas) in (1..=40u32, 1..=300u32, 1..=600u32, 1..=20u32),
         (tile_heads, groups, capacity) in (1..=8u32, 1..=3u32, 300..=5000u32),
         [starts, past] in [integers(41), integers(40)],
-        [causal, counts_new] in any::<[bool; 2]>(),
+        [causal, counts_new, contiguous, first_prompt] in any::<[bool; 4]>(),
         (window, times, seed) in (0..=600u32, 1..=50i32, any::<u64>()),
     ) {
+        let (log_block_size, per_sequence, tokens) = match contiguous {
+            true => (LOG_CONTIGUOUS, q_len, batch * q_len),
+            false => (0, 0, tokens),
+        };
         let attention = AttentionParams {
             batch, q_heads: tile_heads * groups, kv_heads: groups, head_size: 128, q_len, capacity,
-            causal: causal.into(), window: if causal { window } else { 0 },
+            first_prompt: first_prompt.into(), causal: causal.into(), window: if causal { window } else { 0 },
             ..AttentionParams::zeroed()
         };
         let p = PagedHopperParams {
             hopper: HopperParams { attention, ..HopperParams::zeroed() },
             tokens, counts_new: counts_new.into(), tile_heads, ctas, columns: 128, shortest: 2,
-            keys: 128, blocks: 1,
+            keys: 128, blocks: 1, log_block_size, per_sequence,
             ..PagedHopperParams::zeroed()
         };
         // Sequences of many tokens, too.

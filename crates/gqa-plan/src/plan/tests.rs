@@ -8,7 +8,7 @@ use crate::problem::{
     QkOutput, QuantFormat, Quantization, Rotary, RowStrides, Scales, Sink,
 };
 use gqa_kernels::attention::{hopper, latent};
-use gqa_kernels::concept::pages::CONTIGUOUS;
+use gqa_kernels::concept::pages::LOG_CONTIGUOUS;
 use gqa_kernels::params::{
     AttentionParams, DecodeParams, DecodeScheduleParams, Float8OperandsParams, Float8Params,
     HopperParams, LatentParams, MaskedParams, PageSteps, PagedDecodeParams, PagedGapsParams,
@@ -1111,7 +1111,14 @@ fn work_tiles_that_leave_a_hopper_idle_are_cut() {
     let force = Some("gqa_hopper_split_f16_d128");
     let forced = kernels(&llama(100, 0), &PlanOptions { force, ..PlanOptions::default() });
     assert_eq!(forced[1..], ["hopper_split_f16_d128", "combine"]);
-    assert_eq!(names(&with(short, |p| p.batch = 4))[1..], ["hopper_f16_d128"]);
+    // Lengths may differ.
+    let batch = |p| with(p, |p: &mut ProblemFields| p.batch = 4);
+    assert_eq!(names(&batch(short))[1..], ["hopper_paged_split_f16_d128", "hopper_paged_merge"]);
+    for other in [llama(100, 0), llama(100, 900), llama(200, 8000)] {
+        assert_eq!(names(&batch(other))[1..], ["hopper_f16_d128"]);
+    }
+    let exact = with(batch(llama(100, 8000)), |p| p.lse = true);
+    assert_eq!(names(&exact)[1..], ["hopper_f16_d128"]);
 }
 
 #[test]
@@ -1235,6 +1242,7 @@ fn what_is_switched_off_leaves_the_unfused_kernels() {
          split_kv_masked switched off by GQA_DISABLE_FLASH_ATTENTION; \
          hopper_float8 switched off by GQA_DISABLE_FLASH_ATTENTION; \
          hopper_quantized switched off by GQA_DISABLE_FLASH_ATTENTION; \
+         hopper_paged switched off by GQA_DISABLE_FLASH_ATTENTION; \
          hopper switched off by GQA_DISABLE_FLASH_ATTENTION; \
          hopper_masked switched off by GQA_DISABLE_FLASH_ATTENTION; \
          hopper_wide switched off by GQA_DISABLE_FLASH_ATTENTION; \
@@ -2544,7 +2552,7 @@ fn check(plan: &Plan, launch: &Launch) {
             Family::Decode | Family::DecodeQuantized => {
                 let paged: &PagedDecodeParams = bytemuck::from_bytes(&launch.params);
                 match paged.log_block_size {
-                    CONTIGUOUS => step_reach(name, &paged.decode, launch, element),
+                    LOG_CONTIGUOUS => step_reach(name, &paged.decode, launch, element),
                     _ => decode_paged_reach(name, launch, element),
                 }
             }
@@ -2745,7 +2753,7 @@ fn quantized_reach(problem: &Problem, launch: &Launch) -> usize {
     let a = &paged.decode.attention;
     assert_eq!(paged.decode.scales, problem.quantized.unwrap().scales as u32);
     let width = a.head_size / problem.quantized.unwrap().codes_per_element() as u32;
-    if paged.log_block_size == CONTIGUOUS {
+    if paged.log_block_size == LOG_CONTIGUOUS {
         assert_eq!([paged.steps.row, paged.steps.unit], [1, a.k.row as u32]);
         return reach(a.k, [a.batch, a.kv_heads, a.capacity], width);
     }
@@ -2895,11 +2903,14 @@ fn hopper_paged_reach(name: &str, launch: &Launch, element: usize) -> usize {
     let a = &p.hopper.attention;
     let [tile_words, start_words] = hopper::schedule_words(p);
     let [columns, states] = hopper::part_elements(p);
+    let is_contiguous = p.log_block_size == LOG_CONTIGUOUS;
     match name {
         "row_tiles" => tile_words * 4,
         "range_starts" => start_words * 4,
         "part_columns" => columns * 4,
         "part_states" => states * 8,
+        "starts" if is_contiguous => a.batch as usize * 4,
+        "out" | "lse" if is_contiguous => rotating_reach(name, &p.hopper, element),
         "out" => reach(a.out, [1, a.q_heads, p.tokens], p.hopper.v_head_size) * element,
         "lse" => (a.q_heads * p.tokens) as usize * 4,
         "starts" => (a.batch + 1) as usize * 4,

@@ -7,7 +7,7 @@ use super::schedule::Schedule;
 use super::tree::Tree;
 use super::{Codes, Coding, Decode, Heads, Products, quantized};
 use crate::attention::out::Results;
-use crate::concept::pages::CONTIGUOUS;
+use crate::concept::pages::LOG_CONTIGUOUS;
 use crate::num::{MmaCode, MmaElement, e4m3};
 use crate::params::PagedDecodeParams;
 use crate::prologue::rope::Rope;
@@ -123,7 +123,7 @@ impl<
         if Self::TAKES_BLOCKS {
             return Layout::new(starts, table, p);
         }
-        Layout::new(starts, table, &PagedDecodeParams { log_block_size: CONTIGUOUS, ..*p })
+        Layout::new(starts, table, &PagedDecodeParams { log_block_size: LOG_CONTIGUOUS, ..*p })
     }
 
     /// Asserts that the shape's rows have the size of format `F`, and that the threads suffice to

@@ -2,7 +2,7 @@
 //! are contiguous or in the blocks of a paged KV cache. Also whether heads are as wide as tiles
 //! ([`Whole`]) or [narrower](Padded).
 
-use crate::concept::pages::{CONTIGUOUS, Length, Sequence};
+use crate::concept::pages::{LOG_CONTIGUOUS, Length, Sequence};
 use crate::concept::seqlen::{Lengths, Seqlen};
 use crate::params::{AttentionParams, PageSteps, PagedDecodeParams, Strides};
 use crate::simt::Global;
@@ -86,7 +86,7 @@ impl Layout {
             starts: Global::null(),
             tokens: 0,
             longest: 0,
-            table: BlockTable { entries, log_rows: CONTIGUOUS, last: 0, steps },
+            table: BlockTable { entries, log_rows: LOG_CONTIGUOUS, last: 0, steps },
             per_sequence: 0,
             stride: 0,
             head_size: 0,
@@ -99,7 +99,7 @@ impl Layout {
     /// block, because the block table points outside of the cache; their keys are masked.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(in crate::attention) fn is_paged(self) -> bool {
-        self.table.log_rows != CONTIGUOUS
+        self.table.log_rows != LOG_CONTIGUOUS
     }
 
     /// Number of packed tokens; 0 where sequences have rows of their own.

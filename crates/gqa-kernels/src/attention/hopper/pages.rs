@@ -25,6 +25,10 @@
 //! the sequence has rows of the next one, or zeros past the end of the tensor: their keys are
 //! masked, and the consumers clear their values. The warp that looks for gaps also clears output
 //! rows of no sequence, so that no launch before this one must clear all of them.
+//!
+//! **A contiguous cache** ([`CONTIGUOUS`](crate::concept::pages::CONTIGUOUS)) is one whose blocks
+//! are the batch entries: block `b` is that of sequence `b`, and there are no gaps. Query rows are
+//! those of a batch entry, and rows of padding are of no sequence.
 
 use super::output::Destination;
 use super::packing::Packing;
@@ -34,7 +38,7 @@ use super::shape::{Arrival, CHUNK, Tile};
 use super::work::{KeyTiles, Place, Slot, TileScheduler, Work, first_key};
 use crate::attention::rows_of_none;
 use crate::concept::mask::Visible;
-use crate::concept::pages::CONSECUTIVE;
+use crate::concept::pages::{CONSECUTIVE, LOG_CONTIGUOUS};
 use crate::concept::seqlen::Seqlen;
 use crate::num::{MmaElement, quotient};
 use crate::params::{AttentionParams, PagedHopperParams};
@@ -102,6 +106,7 @@ impl Pages {
                 tokens: p.tokens,
                 least: p.least,
                 counts_new: p.counts_new != 0,
+                apart: is_contiguous(p.log_block_size).then_some(p.per_sequence),
             },
             table,
             per_sequence: p.per_sequence,
@@ -166,9 +171,23 @@ impl Pages {
         !S::CONVERTS && self.log_rows == CONSECUTIVE.ilog2()
     }
 
+    /// Where the Q tile of a warpgroup begins in the tensor map of the queries. There heads that
+    /// share a row tile come before rows, and packed tokens of all sequences are one batch entry.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub(super) fn queries(self, place: Place, warpgroup: u32) -> [u32; 3] {
+        let Place { batch, head, row, token, .. } = place;
+        let row = row + warpgroup * self.packing.tokens();
+        let contiguous = is_contiguous(self.log_rows);
+        let (row, batch) = if contiguous { (row, batch) } else { (token + row, 0) };
+        if self.packing.heads() == 1 { [row, head, batch] } else { [head, row, batch] }
+    }
+
     /// Entry `nth` of a sequence's row of the block table.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn block(self, batch: u32, nth: u32) -> u32 {
+        if is_contiguous(self.log_rows) {
+            return batch;
+        }
         self.table.load((batch * self.per_sequence + nth) as usize) as u32
     }
 
@@ -177,6 +196,9 @@ impl Pages {
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn has_gaps(self, batch: u32, [first, last]: [u32; 2]) -> bool {
         const TOGETHER: u32 = 4;
+        if is_contiguous(self.log_rows) {
+            return false;
+        }
         let mut highest = 0;
         for nth in Rolled(first + lane()..last + 1, 32 * TOGETHER) {
             let mut further = 0;
@@ -489,8 +511,8 @@ pub(super) fn look_for_gaps<S: Tile>(
     }
 }
 
-/// Run by one warp of each CTA, where rows are consecutive: clears its share of the output rows
-/// that belong to no sequence.
+/// Run by one warp of each CTA, where rows are consecutive or the cache is contiguous: clears its
+/// share of the output rows that belong to no sequence.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) fn clear_rows_of_none<T: MmaElement, S: Tile>(
     pages: Pages,
@@ -499,11 +521,17 @@ pub(super) fn clear_rows_of_none<T: MmaElement, S: Tile>(
 ) {
     // opaque(), here and below: otherwise comparisons occupy predicates across the kernel.
     let pages = Pages { log_rows: opaque(pages.log_rows), ..pages };
-    if !pages.is_consecutive::<S>() {
+    if !pages.is_consecutive::<S>() && !is_contiguous(pages.log_rows) {
         return;
     }
     let p = &AttentionParams { batch: opaque(p.batch), q_heads: opaque(p.q_heads), ..*p };
     rows_of_none::clear(pages.sequences, to.out, to.columns, to.lse, p);
+}
+
+/// Whether blocks of so many rows are the batch entries of a contiguous cache.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+fn is_contiguous(log_rows: u32) -> bool {
+    log_rows == LOG_CONTIGUOUS
 }
 
 /// Number of this lane's box in a tile: even boxes belong to warp 0, odd ones to warp 2.

@@ -3,7 +3,7 @@
 //! two warps load K and V, and one looks for keys without a block (`pages.rs`).
 
 use super::output::{Destination, row_index};
-use super::packing::Packing;
+use super::pages::Pages;
 use super::shape::{Arrival, CHUNK, TRANSPOSED_COLUMNS, TRANSPOSED_ROWS, Tile, WARPGROUP_ROWS};
 use super::work::{Place, Slot, TileScheduler, Work};
 use crate::num::{MmaElement, quotient};
@@ -137,15 +137,15 @@ pub(super) fn load_keys_and_values<S: Tile>(
 }
 
 /// Run by one thread: loads each warpgroup's Q tile of every work tile once the warpgroup has
-/// released its previous one. `packed` says how the rows of tiles over a paged KV cache are packed.
+/// released its previous one. `pages` says where those over a paged KV cache are.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
-pub(super) fn load_queries<S: Tile>(base: u32, q: TensorMap, packed: Option<Packing>) {
+pub(super) fn load_queries<S: Tile>(base: u32, q: TensorMap, pages: Option<Pages>) {
     let mut ring = Ring::START;
     let mut n = 0;
     loop {
         let slot = Slot::drawn::<S>(base, n);
         let ends = slot.keys().is_empty();
-        let Place { batch, head, row, token, .. } = slot.place::<S>();
+        let place = slot.place::<S>();
         let mut warpgroup = 0;
         while warpgroup < S::WARPGROUPS {
             let tile = warpgroup * S::Q_STAGES + ring.stage;
@@ -156,30 +156,14 @@ pub(super) fn load_queries<S: Tile>(base: u32, q: TensorMap, packed: Option<Pack
                 mbarrier_arrive(full);
             } else {
                 let destination = base + tile * S::Q_BYTES;
-                match packed {
+                let (rows, place) = match pages {
                     None => {
-                        let row = row + warpgroup * WARPGROUP_ROWS;
-                        let place = [row, head, batch];
-                        load_tile(
-                            WARPGROUP_ROWS,
-                            WARPGROUP_ROWS,
-                            S::CHUNKS,
-                            destination,
-                            q,
-                            place,
-                            full,
-                        );
+                        let Place { batch, head, row, .. } = place;
+                        (WARPGROUP_ROWS, [row + warpgroup * WARPGROUP_ROWS, head, batch])
                     }
-                    // In the tensor map the packed tokens of all sequences are one batch entry,
-                    // and heads come before tokens.
-                    Some(packing) => {
-                        let row = token + row + warpgroup * packing.tokens();
-                        let rows = packing.rows();
-                        let place =
-                            if packing.heads() == 1 { [row, head, 0] } else { [head, row, 0] };
-                        load_tile(rows, WARPGROUP_ROWS, S::CHUNKS, destination, q, place, full);
-                    }
-                }
+                    Some(pages) => (pages.packing.rows(), pages.queries(place, warpgroup)),
+                };
+                load_tile(rows, WARPGROUP_ROWS, S::CHUNKS, destination, q, place, full);
             }
             warpgroup += 1;
         }

@@ -132,6 +132,7 @@ impl Blocks {
             tokens: p.tokens,
             least: p.least,
             counts_new: p.counts_new != 0,
+            apart: None,
         }
     }
 }

@@ -19,7 +19,7 @@ use crate::tensors::TensorId;
 use crate::{CacheBinding, Pages, Problem, Result};
 use bytemuck::Zeroable;
 use gqa_kernels::attention::decode;
-use gqa_kernels::concept::pages::CONTIGUOUS;
+use gqa_kernels::concept::pages::LOG_CONTIGUOUS;
 use gqa_kernels::num::Format;
 use gqa_kernels::params::{
     AttentionParams, DecodeParams, PageSteps, PagedDecodeParams, RotaryParams, Strides, overlap,
@@ -433,7 +433,7 @@ fn contiguous_params(decode: DecodeParams) -> PagedDecodeParams {
         decode,
         steps: PageSteps { row: 1, unit: decode.attention.k.row as u32, ..PageSteps::default() },
         per_sequence: 0,
-        log_block_size: CONTIGUOUS,
+        log_block_size: LOG_CONTIGUOUS,
         blocks: 0,
         tokens: 0,
         longest: 0,

@@ -11,10 +11,12 @@ use crate::plan::options::PlanOption;
 use crate::plan::params::{output, params, rotary_params};
 use crate::plan::scratch::Scratch;
 use crate::plan::{requirements, select};
+use crate::problem::RowLayout;
 use crate::tensors::TensorId;
 use crate::{Error, Pages, Problem, Result};
 use bytemuck::Pod;
 use gqa_kernels::attention::hopper as kernels;
+use gqa_kernels::concept::pages::CONTIGUOUS;
 use gqa_kernels::params::{AttentionParams, PagedHopperParams, Strides};
 use gqa_kernels::registry::{self, Entry, Role, entries};
 
@@ -86,12 +88,12 @@ pub(super) fn choose(family: &dyn Family, call: &Call<'_>) -> Result<Kernel, Rej
 /// The order of kernels for a call: first by whether its sums are as exact as the call needs (at
 /// head size 64 sums of rounded P are too coarse for a log-sum-exp), then by the smallest tile that
 /// holds the heads.
-fn order(entry: &Entry, p: &Problem) -> select::Order {
+pub(super) fn order(entry: &Entry, p: &Problem) -> select::Order {
     [(entry.exact_sums != p.lse).into(), select::columns(entry), 0, 0]
 }
 
 /// Errs where kernels that divide the work do not take the call.
-fn may_split(p: &Problem) -> Result<(), Rejection> {
+pub(super) fn may_split(p: &Problem) -> Result<(), Rejection> {
     if p.lse {
         return Err(Rejection::Argument { name: "lse" });
     }
@@ -144,15 +146,8 @@ fn reading_often_pays(p: &Problem, device: &DeviceInfo) -> bool {
 /// end with one long row tile, or its tiles would be almost empty.
 fn split(call: &Call<'_>, entry: &'static Entry) -> Option<Kernel> {
     let (p, device) = (call.problem, call.device);
-    let is_sister = |split: &&Entry| {
-        split.family == entry.family
-            && split.role == Role::SplitAttention
-            && split.dtype == entry.dtype
-            && split.head_size == entry.head_size
-            && split.formats == entry.formats
-    };
-    let split = entries().find(is_sister).filter(|_| may_split(p).is_ok())?;
-    let division = Division::of(p, p.pages?, split, device);
+    let split = dividing(entry).filter(|_| may_split(p).is_ok())?;
+    let division = Division::of(p, split, device);
     if !division.fits(p) {
         return None;
     }
@@ -163,8 +158,20 @@ fn split(call: &Call<'_>, entry: &'static Entry) -> Option<Kernel> {
     (leaves_tiles_empty(p, device) || division.pays()).then(|| Kernel::whole(split))
 }
 
+/// The kernel of the same shape that divides the work.
+pub(super) fn dividing(entry: &Entry) -> Option<&'static Entry> {
+    let is_sister = |split: &&Entry| {
+        split.family == entry.family
+            && split.role == Role::SplitAttention
+            && split.dtype == entry.dtype
+            && split.head_size == entry.head_size
+            && split.formats == entry.formats
+    };
+    entries().find(is_sister)
+}
+
 /// How the work of a call is divided.
-struct Division {
+pub(super) struct Division {
     /// Query heads of a row tile.
     tile_heads: usize,
     /// Groups of query heads that share row tiles.
@@ -184,8 +191,8 @@ struct Division {
 }
 
 impl Division {
-    fn of(p: &Problem, pages: Pages, entry: &Entry, device: &DeviceInfo) -> Self {
-        let tile_heads = tile_heads(p, pages, entry.rows);
+    pub(super) fn of(p: &Problem, entry: &Entry, device: &DeviceInfo) -> Self {
+        let tile_heads = tile_heads(p, entry.rows);
         let tokens = kernels::packed_tokens(tile_heads as u32, entry.rows) as usize;
         let groups = p.q_heads / tile_heads;
         let (keys, multiprocessors) = (entry.keys as usize, device.multiprocessors as usize);
@@ -194,15 +201,15 @@ impl Division {
         let key_tiles = |len: usize| within(len).div_ceil(keys) + 1;
         // On average a token of a prompt sees half of the prompt.
         let own = p.q_len / (2 * keys) + 1;
-        let full_tiles = (pages.tokens / tokens).saturating_mul(groups);
+        let full_tiles = (all_tokens(p) / tokens).saturating_mul(groups);
         Self {
             tile_heads,
             groups,
-            most: [row_tiles(pages, p, tile_heads as u32, entry), key_tiles(p.capacity)],
+            most: [row_tiles(p, tile_heads as u32, entry), key_tiles(p.capacity)],
             longest: key_tiles(p.total_len),
             share: full_tiles.saturating_mul(own) / multiprocessors.max(1),
             shortest: shortest_piece(entry),
-            steps: (p.batch - long_sequences(p, pages)) * p.kv_heads,
+            steps: (p.batch - long_sequences(p)) * p.kv_heads,
             multiprocessors,
         }
     }
@@ -210,7 +217,7 @@ impl Division {
     /// Whether dividing the work pays: the longest row tile may take much longer than an equal
     /// share. The division itself costs time, and decode steps are slower than in the decode kernel
     /// (measured: `docs/perf-log.md`).
-    fn pays(&self) -> bool {
+    pub(super) fn pays(&self) -> bool {
         // In key tiles: what dividing and merging cost, and how often the share fits into it; beside
         // many decode steps it takes a longer sequence.
         let least = match self.steps < self.multiprocessors {
@@ -229,7 +236,7 @@ impl Division {
     }
 
     /// Whether the prefix sums of the call fit shared memory, and its work fits 32 bits.
-    fn fits(&self, p: &Problem) -> bool {
+    pub(super) fn fits(&self, p: &Problem) -> bool {
         let [row_tiles, key_tiles] = self.most;
         p.batch <= kernels::MOST_SEQUENCES as usize
             && row_tiles <= kernels::MOST_ROW_TILES as usize
@@ -330,25 +337,29 @@ fn merge_of(entry: &Entry) -> Result<&'static Entry> {
 /// The parameters of the call, and of the queue of work tiles.
 fn paged_params(job: &Job<'_>, entry: &Entry) -> Result<PagedHopperParams> {
     let (p, device, task) = (job.problem, job.device, job.task);
-    let pages = pages(p)?;
     let divides = entry.role == Role::SplitAttention;
-    let division = divides.then(|| Division::of(p, pages, entry, device));
+    let division = divides.then(|| Division::of(p, entry, device));
     let tile_heads = division.as_ref().map_or(1, |division| division.tile_heads);
+    let attention = match p.pages {
+        Some(pages) => attention_params(job, pages, tile_heads)?,
+        None => params(p, job.rows.query.strides, 1)?,
+    };
+    let (per_sequence, rows, blocks) = match p.pages {
+        Some(pages) => (pages.columns(), block_rows(pages)?, pages.blocks),
+        None => (rows_apart(p)?, CONTIGUOUS, p.batch),
+    };
+    let rotary = p.rotary.filter(|_| rotates(job));
     let params = PagedHopperParams {
-        hopper: hopper::hopper_params(
-            p,
-            attention_params(job, pages, tile_heads)?,
-            rotary_params(p.rotary, 0)?,
-        )?,
-        tokens: u32_of("tokens", pages.tokens)?,
-        per_sequence: u32_of("blocks of a sequence", pages.columns())?,
-        log_block_size: block_rows(pages)?.ilog2(),
-        blocks: u32_of("blocks", pages.blocks)?,
+        hopper: hopper::hopper_params(p, attention, rotary_params(rotary, 0)?)?,
+        tokens: u32_of("tokens", all_tokens(p))?,
+        per_sequence: u32_of("blocks of a sequence", per_sequence)?,
+        log_block_size: rows.ilog2(),
+        blocks: u32_of("blocks", blocks)?,
         least: u32_of("tokens", task.least)?,
         primary: 0,
         secondary: 0,
         is_secondary: 0,
-        counts_new: pages.counts_new.into(),
+        counts_new: p.pages.is_some_and(|pages| pages.counts_new).into(),
         tile_heads: u32_of("query heads", tile_heads)?,
         ctas: u32_of("CTAs", division.as_ref().map_or(0, Division::ctas))?,
         columns: entry.value_size,
@@ -370,25 +381,44 @@ fn paged_params(job: &Job<'_>, entry: &Entry) -> Result<PagedHopperParams> {
     })
 }
 
+/// Tokens of all sequences; over a contiguous cache every row may be one.
+fn all_tokens(p: &Problem) -> usize {
+    p.pages.map_or(p.batch.saturating_mul(p.q_len), |pages| pages.tokens)
+}
+
 /// Row tiles of all sequences for a group of query heads, at most.
-fn row_tiles(pages: Pages, p: &Problem, tile_heads: u32, entry: &Entry) -> usize {
+fn row_tiles(p: &Problem, tile_heads: u32, entry: &Entry) -> usize {
     let tokens = kernels::packed_tokens(tile_heads, entry.rows) as usize;
     // The same bound as `most_row_tiles` of the kernel.
     let of_longest = p.batch.saturating_mul(p.q_len.div_ceil(tokens));
-    of_longest.min(pages.tokens / tokens + p.batch)
+    of_longest.min(all_tokens(p) / tokens + p.batch)
+}
+
+/// Whether the kernel rotates the queries: over a contiguous cache a launch ahead may do it.
+fn rotates(job: &Job<'_>) -> bool {
+    job.problem.pages.is_some() || job.task.fused && job.problem.rotary.is_some_and(hopper::knows)
+}
+
+/// Rows of the output from one batch entry to the next.
+pub(super) fn rows_apart(p: &Problem) -> Result<usize> {
+    let RowLayout { batch, row, .. } = p.output_layout();
+    match p.batch > 1 && batch % row.max(1) != 0 {
+        true => Err(Error::NoKernel("output rows are not a whole number apart".to_owned())),
+        false => Ok(batch / row.max(1)),
+    }
 }
 
 /// Number of sequences with the most tokens, if as many of the others as possible have one token.
-fn long_sequences(p: &Problem, pages: Pages) -> usize {
-    pages.tokens.saturating_sub(p.batch).div_ceil((p.q_len - 1).max(1)).min(p.batch)
+fn long_sequences(p: &Problem) -> usize {
+    all_tokens(p).saturating_sub(p.batch).div_ceil((p.q_len - 1).max(1)).min(p.batch)
 }
 
 /// How many query heads share a row tile of `rows` rows: the smallest divisor of the group with the
 /// fewest row tiles. Assumes that as many sequences as possible have one token, and the others the
 /// most tokens.
-fn tile_heads(p: &Problem, pages: Pages, rows: u32) -> usize {
+fn tile_heads(p: &Problem, rows: u32) -> usize {
     let group = p.q_heads / p.kv_heads;
-    let many = long_sequences(p, pages);
+    let many = long_sequences(p);
     let few = p.batch - many;
     let tiles = |&heads: &usize| {
         let height = kernels::packed_tokens(heads as u32, rows) as usize;
@@ -474,26 +504,38 @@ fn arguments(
     entry: &Entry,
 ) -> Result<Vec<(&'static str, Arg)>> {
     let p = job.problem;
-    let AttentionParams { head_size, q_heads, q, .. } = params.hopper.attention;
-    // Rows of one head are one box of rows; heads that share a tile come before tokens.
+    let AttentionParams { head_size, q_heads, q_len, batch, q, .. } = params.hopper.attention;
+    // Packed tokens of all sequences are one batch entry.
+    let (rows, entries, starts) = match p.pages {
+        Some(_) => (params.tokens, 1, TensorId::CumulativeSequenceLength),
+        None => (q_len, batch, TensorId::QuerySeqlens),
+    };
+    // Rows of one head are one box of rows; heads that share a tile come before rows.
     let heads = params.tile_heads;
     let (queries, apart, tile) = match heads {
-        1 => ([params.tokens, q_heads], [q.row, q.head], [kernels::QUERY_BOX, 1]),
-        _ => ([q_heads, params.tokens], [q.head, q.row], [heads, kernels::QUERY_BOX / heads]),
+        1 => ([rows, q_heads], [q.row, q.head], [kernels::QUERY_BOX, 1]),
+        _ => ([q_heads, rows], [q.head, q.row], [heads, kernels::QUERY_BOX / heads]),
     };
-    let (queries, apart) = ([head_size, queries[0], queries[1], 1], [apart[0], apart[1], 0]);
-    let box_rows = kernels::box_rows(block_rows(pages(p)?)?, entry.keys);
-    let [k, v] = key_maps(job, &params.hopper.attention, params.blocks, box_rows)?;
+    let queries = [head_size, queries[0], queries[1], entries];
+    let apart = [apart[0], apart[1], if entries == 1 { 0 } else { q.batch }];
+    let [k, v] = match p.pages {
+        Some(pages) => {
+            let box_rows = kernels::box_rows(block_rows(pages)?, entry.keys);
+            key_maps(job, &params.hopper.attention, params.blocks, box_rows)?
+        }
+        None => hopper::key_maps(p, &params.hopper.attention, &job.rows, entry)?,
+    };
+    let [cos, sin] = hopper::tables(p, rotates(job));
     let tensor = |id| tensor(p, id, 0);
     Ok(vec![
         ("q", boxes(p, job.rows.query.arg, apart, queries, tile)),
         ("k", k),
         ("v", v),
-        ("cos", tensor(TensorId::CosCache)),
-        ("sin", tensor(TensorId::SinCache)),
+        cos,
+        sin,
         ("k_scale", tensor(TensorId::KScale)),
         ("v_scale", tensor(TensorId::VScale)),
-        ("starts", tensor(TensorId::CumulativeSequenceLength)),
+        ("starts", tensor(starts)),
         ("past_seqlens", tensor(TensorId::SeqlensK)),
         ("block_table", tensor(TensorId::BlockTable)),
         ("head_sink", tensor(TensorId::HeadSink)),

@@ -13,6 +13,7 @@ mod hopper_masked;
 mod hopper_paged;
 mod hopper_paged_quantized;
 mod hopper_quantized;
+mod hopper_split;
 mod hopper_wide;
 mod latent;
 mod latent_mma;
@@ -32,7 +33,7 @@ use super::family::{Family, Paged, Sequences};
 use crate::problem::Problem;
 
 /// Families for contiguous KV caches, best first: the order in which the cascade asks them.
-pub(super) static CONTIGUOUS: [&dyn Family; 19] = [
+pub(super) static CONTIGUOUS: [&dyn Family; 20] = [
     &blackwell_decode::BlackwellDecode { paged: false },
     &decode_quantized::DecodeQuantized { paged: false },
     &decode::Decode { paged: false },
@@ -40,6 +41,7 @@ pub(super) static CONTIGUOUS: [&dyn Family; 19] = [
     &split_kv_masked::SplitKvMasked,
     &hopper_float8::HopperFloat8,
     &hopper_quantized::HopperQuantized,
+    &hopper_split::HopperSplit,
     &hopper::Hopper,
     &hopper_masked::HopperMasked,
     &hopper_wide::HopperWide { paged: false },
