@@ -108,7 +108,8 @@ impl Paged {
     }
 
     /// An upper bound of the new tokens of a sequence, which sizes launches and scratch memory. By
-    /// default, or if 0, one sequence may have all tokens, as far as its blocks have rows.
+    /// default, or if 0, one sequence may have all tokens, or as many as its blocks have rows. A
+    /// bound above these rows is refused.
     pub const fn most_tokens(self, tokens: usize) -> Self {
         Self { most_tokens: tokens, ..self }
     }
@@ -276,6 +277,13 @@ impl Paged {
             let allowed = format!("up to {rows}, the rows of {blocks} blocks of {size}");
             return Err(Error::invalid("longest", longest, allowed));
         }
+        // Tokens that have no row in their sequence's blocks are not computed. Without blocks the
+        // problem is refused.
+        if rows > 0 && most > rows {
+            let (blocks, size) = (self.blocks_per_sequence, self.block_size);
+            let allowed = format!("up to {rows}, the rows of {blocks} blocks of {size}");
+            return Err(Error::invalid("most_tokens", most, allowed));
+        }
         // Where the cache already holds the tokens, some of them may have no visible key.
         if longest > 0 && most > longest && !self.appended {
             let allowed = format!("up to {longest}, the longest sequence after the call");
@@ -304,7 +312,10 @@ impl Paged {
 
     /// New tokens of a sequence at most.
     fn most_rows(&self) -> usize {
-        if self.most_tokens == 0 { self.tokens } else { self.most_tokens }
+        match self.most_tokens {
+            0 => self.tokens.min(self.rows_of_blocks().max(1)),
+            most => most,
+        }
     }
 
     /// Tokens of a sequence at most.

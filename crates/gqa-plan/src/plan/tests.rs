@@ -2168,6 +2168,29 @@ fn blocks_are_read_where_they_are_without_wgmma() {
     assert_eq!(why, "switched off by GQA_DISABLE_FLASH_ATTENTION");
 }
 
+/// Kernels compute as many tokens of a sequence as its blocks have rows, so that no plan is made for
+/// more.
+#[test]
+fn tokens_have_rows_in_their_blocks() {
+    let layer = Layer::new(DType::F32, Heads { query: 2, kv: 2, size: 64 });
+    for (call, want) in [
+        // A tree of 5 drafts over blocks for 2 rows.
+        (
+            Paged::new(1, 5, [2, 2, 1]).most_tokens(5).total_lengths().appended().tree_mask(),
+            "most_tokens: got 5; allowed: up to 2, the rows of 1 blocks of 2",
+        ),
+        (
+            Paged::decode(2, [2, 16, 0]),
+            "blocks_per_sequence: got 0; allowed: 1 or more, as there are tokens",
+        ),
+    ] {
+        assert_eq!(layer.paged(call).unwrap_err().to_string(), want);
+    }
+    // Of several sequences, where nothing is said of the longest.
+    let several = layer.paged(Paged::new(4, 12, [100, 4, 1])).unwrap();
+    assert_eq!((several.q_len, several.capacity), (4, 4));
+}
+
 /// A call of `sequences` sequences of `[tokens, keys]` over packed keys and values.
 fn in_rows(sequences: usize, [tokens, keys]: [usize; 2], values: usize) -> Paged {
     Paged::in_rows(sequences, sequences * tokens, sequences * keys)

@@ -362,6 +362,10 @@ impl ProblemFields {
         self.check_consecutive(pages)?;
         let most = pages.per_sequence.saturating_mul(pages.block_size);
         refuse(pages.tokens > 0 && pages.block_size == 0, "block_size", || (0, "1 or more"))?;
+        // Kernels look for the block of a token's row.
+        refuse(pages.tokens > 0 && pages.columns() == 0, "blocks_per_sequence", || {
+            (0, "1 or more, as there are tokens")
+        })?;
         refuse(self.total_len > most.max(1), "longest", || {
             (self.total_len, format!("up to {most}, the rows of a sequence's blocks"))
         })?;
