@@ -62,6 +62,20 @@ def test_a_batch_does_not_change_a_sequences_result():
 
 
 @pytest.mark.skipif(torch is None, reason="no torch")
+def test_compiled_calls_of_lists_and_of_latent_caches():
+    q, cache = torch.randn(2, 1, 4, 16), torch.randn(4, 16, 1, 16)
+    rows, caches = torch.randn(2, 4, 16), torch.randn(2, 2, 8, 2, 16)
+    table = torch.tensor([[0, 1], [2, 3]]).int()
+    compiled = lambda call: torch.compile(call, backend="aot_eager", fullgraph=True)
+    for call, given in (
+        (lambda q: gqa.flash_mla_with_kvcache(q, cache, table, [20, 7], 8), q),
+        (lambda q: gqa.flash_attn_with_kvcache(q, *caches, cache_seqlens=[3, 4]), q),
+        (lambda rows: gqa.flash_attn_varlen_func(rows, rows, rows, [0, 2], [0, 2]), rows),
+    ):
+        torch.testing.assert_close(compiled(call)(given), call(given))
+
+
+@pytest.mark.skipif(torch is None, reason="no torch")
 def test_a_compiled_call_is_in_the_graph():
     q, k, v = (torch.from_numpy(array) for array in arrays(5, 5))
     caches = [torch.zeros(len(q), q.shape[1] + 2, *k.shape[2:]) for _ in "kv"]

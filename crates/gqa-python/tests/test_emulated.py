@@ -19,7 +19,7 @@ from libraries import torch
 from test_cuda import Cases, decoded, encoded, expected, rotated
 
 if torch is not None:
-    from gqa import _call, _cuda, _fallback, _flash, _launch, _ops, _steps
+    from gqa import _call, _cpu, _cuda, _fallback, _flash, _launch, _mla, _ops, _steps
     from poisoned import POISON, Memory, Poisoned
     from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
     from torch.utils._pytree import tree_leaves
@@ -358,6 +358,7 @@ class Emulated(Cases, unittest.TestCase):
         self.stream, self.captures = threading.local(), False
         for patch in (
             mock.patch.object(_flash, "backend", lambda q: _cuda),
+            mock.patch.object(_mla, "backend", lambda q: _cuda),
             mock.patch.object(_cuda, "run", run),
             mock.patch.object(_cuda, "plan", _launch._of_call(planned)),
             mock.patch.object(_launch, "gpu", lambda _: Gpu()),
@@ -873,6 +874,132 @@ class Emulated(Cases, unittest.TestCase):
             for other, wanted_other in zip(read, said):
                 if other is not None:
                     self.assertEqual(one[0] == other[0], wanted[0] == wanted_other[0], f"call {i}")
+
+    def as_the_cpu(self, call, name=""):
+        """Errs unless a call on a GPU has the CPU's results."""
+        on_the_cpu = lambda module: mock.patch.object(module, "backend", lambda q: _cpu)
+        with self.stale():
+            got = call()
+        no_earlier = mock.patch.object(_flash, "_earlier", lambda *_: (None, None))
+        with on_the_cpu(_flash), on_the_cpu(_mla), no_earlier:
+            wanted = call()
+        torch.testing.assert_close(got, wanted, atol=2e-3, rtol=2e-3, msg=lambda m: name + m)
+
+    def test_a_tree_with_more_rows_than_its_blocks(self):
+        q, words = torch.randn(1, 5, 2, 64), torch.full((1, 5), -1)
+        cache = torch.randn(2, 1, 2, 2, 64)
+        lengths, table = torch.tensor([2]).int(), torch.zeros(1, 1).int()
+        for where in ({}, {"block_table": table}):
+            named = {"cache_seqlens": lengths, "causal": True, "tree_mask": words, **where}
+            call = lambda: gqa.flash_attn_with_kvcache(q, *cache, return_softmax_lse=True, **named)
+            self.as_the_cpu(call, str(where.keys()))
+
+    def test_rows_of_no_sequence_have_no_sink(self):
+        q, cache, sinks = torch.randn(4, 4, 64), torch.randn(2, 4, 16, 2, 64), torch.randn(4)
+        starts, table = torch.tensor([0, 2, 3]).int(), torch.arange(4).view(2, 2).int()
+        # The last sequence has no keys, so its row has the sink alone.
+        used, key_starts = torch.tensor([30, 0]).int(), torch.tensor([0, 30, 30]).int()
+        named = {"causal": True, "return_softmax_lse": True}
+        paged = lambda: gqa.flash_attn_varlen_func(
+            q, *cache, starts, None, 2, 32, block_table=table, seqused_k=used, s_aux=sinks, **named
+        )
+        self.as_the_cpu(paged, "paged")
+        half, rows = q.half(), torch.randn(2, 30, 2, 64).half()
+        self.as_the_cpu(
+            lambda: gqa.flash_attn_varlen_func(
+                half, *rows, starts, key_starts, 2, 30, s_aux=sinks.half(), **named
+            ),
+            "in rows",
+        )
+
+    def test_a_call_that_is_refused_has_written_nothing(self):
+        lengths = torch.tensor([9000, *[5] * 6, 17]).int()
+        table, cache = torch.zeros(8, 563).int(), torch.zeros(2, 572, 16, 2, 128).bfloat16()
+        out = torch.ones(8, 8, 128).bfloat16()
+        named = {"block_table": table, "seqused_k": lengths, "causal": True, "out": out}
+        given = out.clone(), *cache, torch.arange(9).int(), None, 1, 9008
+        with self.assertRaisesRegex(ValueError, "^scheduler_metadata: "):
+            gqa.flash_attn_varlen_func(*given, **named, scheduler_metadata=torch.ones(3).int())
+        self.assertTrue((out == 1).all())
+
+    def test_a_rotary_embedding_of_any_head_size(self):
+        for size in (24, 40, 48, 120):
+            q, new = torch.randn(1, 1, 4, size), torch.randn(2, 1, 1, 2, size)
+            cache, turns = torch.randn(2, 1, 64, 2, size), torch.randn(2, 64, 8)
+            lengths = torch.tensor([5]).int()
+            call = lambda: gqa.flash_attn_with_kvcache(
+                q, *cache.clone(), *new, *turns, cache_seqlens=lengths, causal=True
+            )
+            self.as_the_cpu(call, str(size))
+
+    def test_latent_rows_that_no_kernel_reads(self):
+        table, lengths = torch.tensor([[2, 1]]).int(), torch.tensor([20]).int()
+        for size, values in ((72, 36), (72, 72), (20, 16), (20, 7)):
+            q, cache = torch.randn(1, 2, 4, size), torch.randn(4, 16, 1, size)
+            given = q, cache, table, lengths, values
+            call = lambda: gqa.flash_mla_with_kvcache(*given, causal=True)
+            self.as_the_cpu(call, str((size, values)))
+        q, cache = torch.randn(1, 1, 4, 72).half(), torch.zeros(4, 16, 1, 72)
+        with self.assertRaisesRegex(ValueError, "^k_cache: .* a multiple of 16 elements"):
+            eighths = cache.to(torch.float8_e4m3fn)
+            gqa.flash_mla_with_kvcache(q, eighths, table, lengths, 64)
+
+    def test_scales_of_latent_rows_at_any_address(self):
+        q, cache = torch.randn(1, 1, 16, 576).bfloat16(), torch.randn(4, 16, 1, 576)
+        table, lengths = torch.tensor([[2, 1]]).int(), torch.tensor([20]).int()
+        scales = torch.rand(65)[1:].view(4, 16)
+        given = q, cache.to(torch.float8_e4m3fn), table, lengths, 512
+        got, wanted = (
+            gqa.flash_mla_with_kvcache(*given, descale_k=scale)[0]
+            for scale in (scales, scales.clone())
+        )
+        torch.testing.assert_close(got, wanted, atol=0, rtol=0)
+
+    def test_caches_without_rows_and_lists_of_numbers(self):
+        q, cache = torch.randn(2, 1, 4, 16), torch.randn(2, 4, 16, 2, 16)
+        table, none = torch.tensor([[0, 1], [2, 3]]).int(), torch.zeros(2).int()
+        new = torch.randn(2, 0, 3, 2, 16)
+        for caches in (cache[:, :0], cache[:, :, :0]):
+            where = {"block_table": table}
+            for call in (
+                lambda: gqa.flash_attn_with_kvcache(q, *caches, cache_seqlens=0, **where),
+                lambda: gqa.flash_attn_varlen_func(
+                    q[:, 0], *caches, [0, 1, 2], None, 1, 32, seqused_k=none, **where
+                ),
+                lambda: gqa.flash_mla_with_kvcache(q, caches[0][:, :, :1], table, none, 8),
+            ):
+                self.as_the_cpu(call)
+        no_table = lambda: gqa.flash_attn_with_kvcache(
+            q, *cache, cache_seqlens=none, block_table=table[:, :0]
+        )
+        self.as_the_cpu(no_table)
+        of_none = lambda: gqa.flash_attn_with_kvcache(
+            q[:0], *cache, *new, cache_seqlens=[], block_table=table[:0, :1]
+        )
+        self.as_the_cpu(of_none)
+        rows = q[:, 0].half()
+        self.as_the_cpu(lambda: gqa.flash_attn_varlen_func(rows, rows, rows, [0, 2], [0, 2]))
+
+    def test_schedules_of_calls_without_any(self):
+        lengths = torch.full((2048,), 5).int()
+        asked = gqa.get_scheduler_metadata
+        for words in (
+            asked(2048, 1, 2**20, 8, 1, 128, lengths),
+            asked(2, 1, 64, 4, 2, 100, lengths[:2]),
+            asked(2, 1, 64, 4, 2, 24, lengths[:2], torch.float8_e4m3fn),
+            asked(0, 1, 64, 4, 2, 128, lengths[:0]),
+        ):
+            self.assertEqual((words.dtype, words.numel()), (torch.int32, 0))
+
+    def test_merged_states_have_one_type(self):
+        parts, sums = torch.zeros(2, 1, 1, 1, 8), torch.zeros(2, 1, 1, 1)
+        for outputs, log_sum_exps, name in (
+            (parts.int(), sums, "outputs: got torch.int32"),
+            ([parts[0], parts[1].half()], sums, "outputs: got torch.float16"),
+            (parts, sums.long(), "log_sum_exps: got torch.int64"),
+        ):
+            with self.assertRaisesRegex(ValueError, f"^{name}; allowed: "):
+                gqa.merge_states(list(outputs), list(log_sum_exps))
 
     def test_operators_keep_no_tensors(self):
         """torch.compile counts what is alive in the memory of its CUDA graphs."""

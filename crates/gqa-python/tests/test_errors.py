@@ -36,6 +36,20 @@ def test_a_callers_error_is_named(change, named):
         gqa.flash_attn_func(**({"q": q, "k": k, "v": v} | change))
 
 
+def test_sizes_are_named_by_their_array():
+    zeros = lambda *shape: np.zeros(shape, np.float32)
+    for q, k, v, named in (
+        (zeros(1, 1, 1, 65544), zeros(1, 2, 1, 65544), zeros(1, 2, 1, 8), "q"),
+        (zeros(1, 1, 65536, 1), zeros(1, 2, 1, 1), zeros(1, 2, 1, 1), "q"),
+        (zeros(1, 1, 1, 8), zeros(1, 2, 1, 8), zeros(1, 2, 1, 65544), "v"),
+    ):
+        with pytest.raises(ValueError, match=f"^{named}: got .*; allowed: up to 65535 heads of"):
+            gqa.flash_attn_func(q, k, v)
+    rows = zeros(2, 4, 16)
+    with pytest.raises(ValueError, match="^cu_seqlens_q: got None; allowed: "):
+        gqa.flash_attn_varlen_func(rows, rows, rows, None, [0, 2])
+
+
 @pytest.mark.parametrize("name", ["q", "k", "v", "s_aux", "alibi_slopes", "mask"])
 @pytest.mark.parametrize("wrong", [[[1.0]], "a", 3.0], ids=repr)
 def test_what_is_no_array_is_named(name, wrong):

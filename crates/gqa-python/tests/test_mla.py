@@ -428,10 +428,16 @@ def test_errors_name_arguments():
     for values in (0, 17):
         with pytest.raises(ValueError, match="^head_dim_v: "):
             gqa.flash_mla_with_kvcache(*call, values)
-    with pytest.raises(TypeError, match="^head_dim_v: "):
-        gqa.flash_mla_with_kvcache(*call, "16")
-    with pytest.raises(TypeError, match="^softmax_scale: "):
-        gqa.flash_mla_with_kvcache(*call, 16, softmax_scale="a")
+    for name, wrong in (("block_table", None), ("cache_seqlens", None), ("head_dim_v", True),
+                        ("head_dim_v", "16"), ("softmax_scale", "a"), ("causal", "no"),
+                        ("is_fp8_kvcache", "no")):
+        given = dict(zip(("q", "k_cache", "block_table", "cache_seqlens"), call), head_dim_v=16)
+        with pytest.raises(TypeError, match=f"^{name}: got .*; allowed: "):
+            gqa.flash_mla_with_kvcache(**given | {name: wrong})
+    for scale in (float("nan"), 1e300, -1.0):
+        with pytest.raises(ValueError, match="^softmax_scale: "):
+            gqa.flash_mla_with_kvcache(*call, 16, softmax_scale=scale)
+    gqa.flash_mla_with_kvcache(*call, np.int64(16))
     refused = {"indices": table, "attn_sink": q, "is_fp8_kvcache": True}
     for name, given in {**refused, "descale_q": lengths, "descale_k": lengths}.items():
         with pytest.raises(ValueError, match=f"^{name}: "):

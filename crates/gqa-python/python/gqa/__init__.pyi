@@ -238,7 +238,7 @@ def get_scheduler_metadata(
 ) -> _A: ...
 def get_mla_metadata(*args: object, **kwargs: object) -> tuple[None, None]: ...
 def flash_mla_with_kvcache(
-    q: _A, k_cache: Array, block_table: Array, cache_seqlens: Integers, head_dim_v: int,
+    q: _A, k_cache: Array, block_table: Array, cache_seqlens: Integers, head_dim_v: SupportsIndex,
     tile_scheduler_metadata: object = None, num_splits: object = None,
     softmax_scale: Number | None = None, causal: bool = False, is_fp8_kvcache: bool = False,
     indices: None = None, attn_sink: None = None, extra_k_cache: None = None,

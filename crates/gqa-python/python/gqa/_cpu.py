@@ -35,7 +35,10 @@ def _empty(like: Any, shape: tuple[int, ...], dtype: Any = None, name: str = "q"
         import torch
 
         dtype = like.dtype if dtype is None else torch.float32
-        return torch.empty(shape, dtype=dtype, device="cpu")
+        try:
+            return torch.empty(shape, dtype=dtype, device="cpu")
+        except RuntimeError as error:
+            raise MemoryError(f"no memory for a result of shape {shape}: {error}") from None
     return np.empty(shape, _numpy_type(name, like) if dtype is None else dtype)
 
 

@@ -164,7 +164,7 @@ def with_kvcache(
     names = "k_cache", "v_cache"
     in_place = places.first is None and _reads_blocks(q, cache, scores, names, places.table)
     in_place = in_place and _is_of_last_rows(q, cache.keys, new, places, scores, tree)
-    if in_place and _rotates(rope, q.shape[1], scores):
+    if in_place and _rotates(rope, q, scores):
         given = q, cache, new, rope, places, scores, want_lse, step, tree, out
         return _over_blocks(*given, _schedule(schedule, q))
     no_invariance(scores, "where kernels do not read the caches in place")
@@ -188,6 +188,16 @@ def latent(
     if not isinstance(cache, torch.Tensor) or cache.device != q.device:
         got = getattr(cache, "device", type(cache).__name__)
         raise invalid("k_cache", f"a tensor on {got}", f"{q.device}, as q")
+    in_vectors = size % 8 == 0 and (size % 16 == 0 or cache.dtype == q.dtype)
+    if not in_vectors and cache.dtype in FORMATS:
+        raise invalid("k_cache", f"rows of {size} of {cache.dtype}", "a multiple of 16 elements")
+    if not in_vectors:
+        return _latent_in_rows(q, cache, table, lengths, values, scores, descale)
+    if values % 8 != 0:
+        # Kernels have whole vectors of values: the elements behind them are cut off.
+        vectors = -(-values // 8) * 8
+        out, lse = latent(q, cache, table, lengths, vectors, scores, descale)
+        return out[..., :values].contiguous(), lse
     if cache.shape[2] > 1 and heads > 0:
         groups = zip(q.chunk(cache.shape[2], 2), cache.split(1, 2), strict=True)
         given = table, lengths, values, scores, descale
@@ -202,12 +212,13 @@ def latent(
         raise invalid("k_cache", cache.dtype, f"{q.dtype}, as q, or torch.float8_e4m3fn")
     elif descale is not None:
         raise invalid("descale_k", "a tensor", f"None, as k_cache is {cache.dtype}")
-    table = _with_room(_table(table, q.device, batch), rows, cache.shape[1])
+    table = _table(table, q.device, batch)
     lengths = _integers("cache_seqlens", lengths, q.device, (batch,))
     out = q.new_empty((batch, rows, heads, values))
     lse = q.new_empty((heads, batch * rows), dtype=torch.float32)
     if out.numel() == 0 or cache.numel() == 0:
         return out.zero_(), lse.fill_(-torch.inf).view(heads, batch, rows).transpose(0, 1)
+    table = _with_room(table, rows, cache.shape[1])
     q, cache = _readable(q.reshape(batch * rows, heads, size)), _readable(cache)
     if scale is not None and quantized == ("float8", "token"):
         cache = _side_by_side(cache)
@@ -216,6 +227,24 @@ def latent(
         _tensors_of_latent(q, cache, table, lengths, rows, (out, lse)) | {"k_scale": scale},
     )
     return out, lse.view(heads, batch, rows).transpose(0, 1)
+
+
+def _latent_in_rows(
+    q: Tensor,
+    cache: Tensor,
+    table: Any,
+    lengths: Any,
+    values: int,
+    scores: Scores,
+    descale: Any,
+) -> tuple[Tensor, Tensor]:
+    """The same where heads are no whole vectors: whole rows of the cache are keys and values."""
+    if descale is not None:
+        raise invalid("descale_k", "a tensor", f"None, as k_cache is {cache.dtype}")
+    places = Places(lengths, None, None, table)
+    out, lse = with_kvcache(q, (cache, cache), None, None, places, scores, True)
+    assert lse is not None
+    return out[..., :values].contiguous(), lse
 
 
 def _asked_of_latent(
@@ -259,10 +288,11 @@ def metadata(step: Metadata, lengths: Tensor, starts: Any, dtype: torch.dtype) -
         starts = rising(device, batch + 1, step.rows)
     starts = _integers("cu_seqlens_q", starts, device, (batch + 1,))
     of_cache = FORMATS.get(dtype)
+    whole = {None: 8, "int4": 32}.get(of_cache, 16)
+    if step.size % whole != 0:
+        # No kernel reads such heads where they are.
+        return _no_words(device)
     dtype = torch.bfloat16 if of_cache is not None else dtype
-    if dtype not in ELEMENTS:
-        types = ", ".join(map(str, (*ELEMENTS, *FORMATS)))
-        raise invalid("qkv_dtype", dtype, types)
     quantized = None if of_cache is None else (of_cache, "tensor")
     q = torch.empty((0, step.heads, step.size), dtype=dtype, device=device)
     columns = -(-step.keys // step.block_size)
@@ -274,9 +304,18 @@ def metadata(step: Metadata, lengths: Tensor, starts: Any, dtype: torch.dtype) -
     for blocks in guesses if step.rows == 1 else guesses[::-1]:
         numbers = (blocks, step.block_size, columns), step.rows, step.keys, *wanted, *last
         asked = "paged", q, step.kv_heads, step.scores, batch, step.tokens, *numbers
-        words = _launch.schedule(plan(*asked), starts, lengths, _stream(device))
+        try:
+            planned = plan(*asked)
+        except ValueError:
+            # More blocks than a cache can have: calls have another number.
+            continue
+        words = _launch.schedule(planned, starts, lengths, _stream(device))
         if words is not None:
             return words
+    return _no_words(device)
+
+
+def _no_words(device: torch.device) -> Tensor:
     return torch.empty(0, dtype=torch.int32, device=device)
 
 
@@ -320,6 +359,16 @@ def merge(outputs: list[Any], log_sum_exps: list[Any]) -> tuple[Tensor, Tensor]:
                 raise mistyped(name, type(tensor).__name__, f"a tensor on {device}, as the first")
             if tensor.device != device:
                 raise invalid(name, f"a tensor on {tensor.device}", f"{device}, as the first")
+    first = outputs[0].dtype
+    if first not in ELEMENTS:
+        raise invalid("outputs", first, "float32, float16 or bfloat16")
+    for name, tensors, dtype in (
+        ("outputs", outputs, first),
+        ("log_sum_exps", log_sum_exps, torch.float32),
+    ):
+        for tensor in tensors:
+            if tensor.dtype != dtype:
+                raise invalid(name, tensor.dtype, dtype)
     return _fallback.merge(outputs, log_sum_exps)
 
 
@@ -414,7 +463,9 @@ def _integers(name: str, numbers: Any, device: torch.device, shape: Sequence[int
     """int32 numbers on the device; a single one is that of every sequence."""
     if isinstance(numbers, int):
         return torch.full(shape, numbers, dtype=torch.int32, device=device)
-    numbers = _tensor(name, numbers)
+    is_empty = isinstance(numbers, (list, tuple)) and not numbers
+    # torch takes an empty list for one of float32.
+    numbers = torch.empty(0, dtype=torch.int32) if is_empty else _tensor(name, numbers)
     numbers = numbers.expand(shape) if numbers.dim() == 0 else numbers
     if numbers.dtype not in (torch.int32, torch.int64):
         raise invalid(name, numbers.dtype, "int32 or int64")
@@ -452,6 +503,8 @@ def _starts(
 ) -> tuple[tuple[Tensor, Any], Tensor | None, tuple[int, int]]:
     """cu_seqlens of rows and keys, or the numbers of keys, on the GPU, and bounds of the longest
     sequence's."""
+    given = zip(("cu_seqlens_q", "cu_seqlens_k"), starts)
+    starts = tuple(_tensor(name, n) if isinstance(n, (list, tuple)) else n for name, n in given)
     shape = shape_of("cu_seqlens_q", starts[0])
     if len(shape) != 1 or shape[0] < 1:
         raise invalid("cu_seqlens_q", shape, "(sequences + 1,)")
@@ -584,9 +637,16 @@ def _external(
     return out, None if lse is None else _with_sinks(lse, sinks)
 
 
-def _with_sinks(lse: Tensor, sinks: Tensor | None) -> Tensor:
-    """Log-sum-exps (..., heads, rows) that include the sink of rows without a key, too."""
-    return lse if sinks is None else torch.where(lse == -torch.inf, sinks[:, None].float(), lse)
+def _with_sinks(lse: Tensor, sinks: Tensor | None, starts: Tensor | None = None) -> Tensor:
+    """Log-sum-exps (..., heads, rows) that include the sink of rows without a key, too; of packed
+    rows, whose cu_seqlens are given, only of those of a sequence."""
+    if sinks is None:
+        return lse
+    is_alone = lse == -torch.inf
+    if starts is not None:
+        row = torch.arange(lse.shape[-1], device=lse.device)
+        is_alone &= (row >= starts[0]) & (row < starts[-1])
+    return torch.where(is_alone, sinks[:, None].float(), lse)
 
 
 def _padded(
@@ -806,7 +866,7 @@ def _in_rows(
         of_arguments = tensors | {"block_table": starts[1]}
         lengths_of = tensors["seqlens_k"], starts[1]
         _steps.keep(step[0], planned, of_arguments, step[1], [], lengths_of=lengths_of)
-    return out, _with_sinks(lse, tensors["head_sink"]) if lse is not None else None
+    return out, None if lse is None else _with_sinks(lse, tensors["head_sink"], starts[0])
 
 
 def _reads_blocks(
@@ -862,7 +922,7 @@ def _tell_of_copies(names: tuple[str, str], pair: tuple[Tensor, Tensor]) -> None
 def _are_last(rows: int, keys: int, scores: Scores) -> bool:
     """Whether the query rows are the tokens of the last keys. Queries of a call that is not causal
     may belong to another text, and be any number."""
-    return rows == 1 or rows <= keys and scores.window[1] == 0
+    return keys > 0 and (rows == 1 or rows <= keys and scores.window[1] == 0)
 
 
 def _suits_blocks(q: Tensor, scores: Scores) -> bool:
@@ -896,7 +956,10 @@ def _paged(
         constants = constants + cache.constants()
         _steps.keep(step, planned, tensors, arguments, constants, call.has_all_rows)
     lse = tensors["lse"]
-    return tensors["output"], _with_sinks(lse, tensors["head_sink"]) if want_lse else None
+    if want_lse:
+        starts = None if call.has_all_rows else call.starts
+        lse = _with_sinks(lse, tensors["head_sink"], starts)
+    return tensors["output"], lse
 
 
 def _asked(
@@ -938,6 +1001,10 @@ def _planned(
     """The plan of that, and its tensors."""
     q, new = _in_place(q, new)
     heads, tokens = q.shape[-2], q.shape[:-2].numel()
+    planned = plan(*_asked(q, cache, new, rope, call, scores, want_lse, tree is not None))
+    _check_schedule(planned, call.schedule)
+    sinks = _sinks(scores, q)
+    # What is wrong was found before anything is written.
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
     if not call.has_all_rows:
@@ -945,8 +1012,6 @@ def _planned(
     lse = q.new_full((heads, tokens), -torch.inf, dtype=torch.float32) if want_lse else None
     k, v = (None, None) if new is None else new
     cos, sin, _ = (None, None, None) if rope is None else rope
-    planned = plan(*_asked(q, cache, new, rope, call, scores, want_lse, tree is not None))
-    _check_schedule(planned, call.schedule)
     k_scale, v_scale = (None, None) if cache.scales is None else cache.scales[1:]
     tensors = {
         "query": q,
@@ -963,7 +1028,7 @@ def _planned(
         "schedule": call.schedule,
         "cos_cache": cos,
         "sin_cache": sin,
-        "head_sink": _sinks(scores, q),
+        "head_sink": sinks,
         "tree_mask": tree,
         "lse": lse,
     }
@@ -1048,9 +1113,12 @@ def _advances(scores: Scores) -> bool:
     return scores.window != (-1, -1)
 
 
-def _rotates(rope: Rope | None, rows: int, scores: Scores) -> bool:
+def _rotates(rope: Rope | None, q: Tensor, scores: Scores) -> bool:
     """Whether kernels can rotate queries to the positions that this call needs."""
-    return rope is None or (rows == 1 or _advances(scores)) and rope[0].shape[1] % 8 == 0
+    if rope is None:
+        return True
+    are_vectors = q.shape[-1] % 16 == 0 and rope[0].shape[1] % 8 == 0
+    return are_vectors and (q.shape[1] == 1 or _advances(scores))
 
 
 def _is_of_last_rows(
@@ -1065,9 +1133,11 @@ def _is_of_last_rows(
     rows = q.shape[1]
     if new is not None:
         return bool(new[0].shape[1] == rows)
+    # Kernels compute no more tokens than a sequence's blocks have rows.
+    are_last = _are_last(rows, _room(k_cache, places.table), scores)
     if tree is not None:
-        return places.lengths is not None
-    return places.table is not None and _are_last(rows, _room(k_cache, places.table), scores)
+        return places.lengths is not None and are_last
+    return places.table is not None and are_last
 
 
 def _room(k_cache: Tensor, table: Tensor | None) -> int:

@@ -46,7 +46,7 @@ def _write(memory: Tensor, block: Tensor, row: Tensor, numbers: Tensor, inside: 
     """Writes rows into blocks where these are inside of memory, which only the GPU knows: each
     other one repeats a row that is; where none is, memory's first row stays as it is."""
     inside = inside.flatten()
-    if inside.numel() == 0:
+    if inside.numel() == 0 or memory.numel() == 0:
         return
     first = inside.int().argmax(0, keepdim=True)
     taken = torch.where(inside, torch.arange(inside.numel(), device=inside.device), first)
@@ -85,6 +85,8 @@ def _rotated(x: Tensor, positions: Tensor, rope: Rope) -> Tensor:
 def gathered(cache: Tensor, table: Tensor, keys: int) -> Tensor:
     """Gathers `keys` rows of each sequence from its blocks; zeros for blocks outside of the
     cache."""
+    if cache.numel() == 0:
+        return cache.new_zeros((table.shape[0], keys, *cache.shape[2:]))
     table = table[:, : -(-keys // cache.shape[1])]
     known = is_block(table, cache.shape[0])
     rows = cache[torch.where(known, table, 0).long()]

@@ -1,6 +1,7 @@
 """flash-attn's functions: their arguments are checked here, and go to the CPU or to a GPU."""
 
 import operator
+import sys
 from collections.abc import Iterable, Sequence
 from types import ModuleType
 from typing import Any, SupportsIndex
@@ -12,6 +13,7 @@ from gqa._types import Array, Integers, Number, Window
 
 _MOST_KEYS = 2**31 - 1
 _MOST_DRAFTS = 64
+_MOST_HEADS, _MOST_SIZE = 65535, 65536
 # Powers of two that float32 has.
 _LEAST, _MOST = 2.0**-126, 2.0**127
 
@@ -112,17 +114,57 @@ def _wants_lse(return_softmax_lse: Any, return_attn_probs: Any) -> bool:
     return flag("return_softmax_lse", return_softmax_lse) or wants_probs
 
 
-def _check(dimensions: int, **tensors: Any) -> None:
-    """Raises unless the first tensor has so many dimensions and no tensor requires a gradient."""
-    name, tensor = next(iter(tensors.items()))
-    shape = shape_of(name, tensor)
+def _check(dimensions: int, given: dict[str, Any]) -> None:
+    """Raises unless the first array has so many dimensions, and :func:`check_given`."""
+    name, array = next(iter(given.items()))
+    shape = shape_of(name, array)
     if len(shape) != dimensions or shape[-1] == 0:
         allowed = f"{dimensions} dimensions, of which the last is 1 or more"
         raise invalid(name, shape, allowed)
-    for name, tensor in tensors.items():
-        if getattr(tensor, "requires_grad", False) and _grad_enabled():
+    for name in ("q", "v"):
+        sizes = tuple(getattr(given.get(name), "shape", ()))
+        if sizes[-2:-1] > (_MOST_HEADS,) or sizes[-1:] > (_MOST_SIZE,):
+            allowed = f"up to {_MOST_HEADS} heads of up to {_MOST_SIZE} elements"
+            raise invalid(name, sizes, allowed)
+    check_given(given.items())
+
+
+def check_given(given: Iterable[tuple[str, Any]]) -> None:
+    """Errs where an argument has a gradient, which would be lost, or has no elements."""
+    for name, array in given:
+        if array is None or not _cpu._is_torch(array):
+            continue
+        if wants_gradient(array):
             allowed = "none, or a call within torch.no_grad(): there is no backward pass"
             raise invalid(name, "a tensor that requires a gradient", allowed)
+        if _is_fake(array):
+            got = "a FakeTensor, whose elements are not in memory"
+            raise invalid(name, got, "a tensor with elements, or a call in torch.compile")
+
+
+def wants_gradient(tensor: Any) -> bool:
+    """Whether torch would differentiate what is computed from a tensor, backward or forward."""
+    if tensor.requires_grad and _grad_enabled():
+        return True
+    if _is_compiling(tensor) or not in_forward_mode():
+        return False
+    from torch.autograd import forward_ad
+
+    return forward_ad.unpack_dual(tensor).tangent is not None
+
+
+def in_forward_mode() -> bool:
+    """Whether tensors may have tangents of torch's forward-mode differentiation."""
+    forward_ad = sys.modules.get("torch.autograd.forward_ad")
+    return getattr(forward_ad, "_current_level", -1) >= 0
+
+
+def _is_fake(tensor: Any) -> bool:
+    """Whether it only says what a tensor is, except in what torch.compile looks at."""
+    fake = sys.modules.get("torch._subclasses.fake_tensor")
+    if fake is None or _is_compiling(tensor):
+        return False
+    return isinstance(tensor, fake.FakeTensor)
 
 
 def _no_dropout(dropout_p: Any) -> None:
@@ -180,10 +222,10 @@ def flash_attn_func(
     key, earlier = (None, None) if unusual else _earlier(arguments, numbers, window_size)
     if earlier is not None:
         return earlier
-    _check(4, q=q, k=k, v=v, out=out)
+    read = {"q": q, "k": k, "v": v, "alibi_slopes": alibi_slopes, "s_aux": s_aux, "mask": mask}
+    _check(4, {**read, "out": out})
     scores = _scores(q, softmax_scale, softcap, causal, window_size, alibi_slopes, s_aux)
     others = _step(key, arguments)
-    read = {"q": q, "k": k, "v": v, "alibi_slopes": alibi_slopes, "s_aux": s_aux, "mask": mask}
     others |= _output(out, read, v)
     result, lse = _backend(q).dense(q, k, v, scores, want_lse, mask, **others)
     return _returned(result, lse, return_softmax_lse, return_attn_probs)
@@ -245,7 +287,13 @@ def flash_attn_varlen_func(
     key, earlier = (None, None) if unusual else _earlier(arguments, numbers, window_size)
     if earlier is not None:
         return earlier
-    _check(3, q=q, k=k, v=v, out=out)
+    read: dict[str, Any] = {"q": q, "k": k, "v": v, "block_table": block_table}
+    read |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_k": seqused_k}
+    read |= {"k_descale": k_descale, "v_descale": v_descale}
+    read |= {"alibi_slopes": alibi_slopes, "s_aux": s_aux}
+    _check(3, {**read, "out": out})
+    if cu_seqlens_q is None:
+        raise invalid("cu_seqlens_q", None, "an array")
     scores = _scores(q, softmax_scale, softcap, causal, window_size, alibi_slopes, s_aux)
     starts, used = (cu_seqlens_q, cu_seqlens_k), seqused_k
     if used is not None and block_table is None:
@@ -257,10 +305,6 @@ def flash_attn_varlen_func(
         raise invalid("k_descale, v_descale", "an array", "None without block_table")
     most = _longest("max_seqlen_q", max_seqlen_q), _longest("max_seqlen_k", max_seqlen_k)
     given = q, k, v, starts, used, most, block_table
-    read: dict[str, Any] = {"q": q, "k": k, "v": v, "block_table": block_table}
-    read |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_k": used}
-    read |= {"k_descale": k_descale, "v_descale": v_descale}
-    read |= {"alibi_slopes": alibi_slopes, "s_aux": s_aux}
     others = _step(key, arguments) | scales | _scheduled(q, scheduler_metadata)
     others |= _output(out, read, v if block_table is None else None)
     result, lse = _backend(q).varlen(*given, scores, want_lse, **others)
@@ -338,7 +382,12 @@ def flash_attn_with_kvcache(
     key, earlier = (None, None) if unusual else _earlier(arguments, numbers, window_size)
     if earlier is not None:
         return earlier
-    _check(4, q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, out=out)
+    read: dict[str, Any] = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v}
+    read |= {"rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "cache_seqlens": cache_seqlens}
+    read |= {"cache_batch_idx": cache_batch_idx, "cache_leftpad": cache_leftpad}
+    read |= {"block_table": block_table, "alibi_slopes": alibi_slopes, "s_aux": s_aux}
+    read |= {"tree_mask": tree_mask, "k_descale": k_descale, "v_descale": v_descale}
+    _check(4, {**read, "out": out})
     scores = _scores(q, softmax_scale, softcap, causal, window_size, alibi_slopes, s_aux)
     scores = scores._replace(batch_invariant=batch_invariant)
     places = Places(cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
@@ -356,11 +405,6 @@ def flash_attn_with_kvcache(
     if tree_mask is not None:
         others["tree"] = tree_mask
     others |= descales(k_descale, v_descale) | _scheduled(q, scheduler_metadata)
-    read: dict[str, Any] = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v}
-    read |= {"rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "cache_seqlens": cache_seqlens}
-    read |= {"cache_batch_idx": cache_batch_idx, "cache_leftpad": cache_leftpad}
-    read |= {"block_table": block_table, "alibi_slopes": alibi_slopes, "s_aux": s_aux}
-    read |= {"tree_mask": tree_mask, "k_descale": k_descale, "v_descale": v_descale}
     others |= _output(out, read)
     result, lse = _backend(q).with_kvcache(
         q, (k_cache, v_cache), new, rope, places, scores, want_lse, **others
@@ -373,6 +417,8 @@ def _earlier(
 ) -> tuple[Any, Any]:
     """The key of a call on a GPU among earlier calls, and its output if there was such a call."""
     if not getattr(arguments[0], "is_cuda", False) or _is_compiling(arguments[0]):
+        return None, None
+    if in_forward_mode():
         return None, None
     from gqa import _steps
 
@@ -444,32 +490,60 @@ def get_scheduler_metadata(
         raise mistyped("cache_seqlens", got, "a tensor of torch's")
     import torch
 
-    names = "batch_size", "max_seqlen_q", "max_seqlen_k", "num_heads_q", "num_heads_kv", "headdim"
-    given = batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim
-    batch, rows, keys, heads, kv_heads, size = map(_positive, names, given)
+    names = "max_seqlen_q", "max_seqlen_k", "num_heads_q", "num_heads_kv", "headdim"
+    given = max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim
+    rows, keys, heads, kv_heads, size = map(_positive, names, given)
+    batch = _positive("batch_size", batch_size, 0)
+    _check_counts("cache_seqlens", cache_seqlens, batch)
+    if cu_seqlens_q is not None:
+        _check_counts("cu_seqlens_q", cu_seqlens_q, batch + 1)
+    dtype = _check_dtype(qkv_dtype)
     if heads % kv_heads:
         raise invalid("num_heads_kv", kv_heads, f"a number that divides {heads}")
     block = 16 if page_size is None else _positive("page_size", page_size)
     q = cache_seqlens.new_empty((0, size), dtype=torch.float32)
     scores = _scores(q, None, 0.0, causal, window_size, None, None)
-    appends = operator.index(max_seqlen_k_new) > 0
+    appends = _positive("max_seqlen_k_new", max_seqlen_k_new, 0) > 0
     tokens = batch * rows if total_q is None else _positive("total_q", total_q)
     step = Metadata(batch, rows, keys, tokens, heads, kv_heads, size, block, appends, scores)
     device = backend(cache_seqlens)
-    if not hasattr(device, "metadata"):
+    if batch == 0 or not hasattr(device, "metadata"):
         return cache_seqlens.new_empty(0, dtype=torch.int32)
-    dtype = torch.bfloat16 if qkv_dtype is None else qkv_dtype
     return device.metadata(step, cache_seqlens, cu_seqlens_q, dtype)
 
 
-def _positive(name: str, number: SupportsIndex) -> int:
+def _positive(name: str, number: SupportsIndex, least: int = 1) -> int:
     try:
         value = operator.index(number)
     except TypeError:
         raise mistyped(name, type(number).__name__, "an integer") from None
-    if not 0 < value <= _MOST_KEYS:
-        raise invalid(name, value, f"1 to {_MOST_KEYS}")
+    if not least <= value <= _MOST_KEYS:
+        raise invalid(name, value, f"{least} to {_MOST_KEYS}")
     return value
+
+
+def _check_counts(name: str, numbers: Any, count: int) -> None:
+    """Errs unless these are so many integers in a tensor of torch's."""
+    shape, dtype = shape_of(name, numbers), str(numbers.dtype)
+    if dtype not in ("torch.int32", "torch.int64"):
+        raise invalid(name, dtype, "torch.int32 or torch.int64")
+    if shape != (count,):
+        raise invalid(name, shape, (count,))
+
+
+def _check_dtype(given: Any) -> Any:
+    """A type of q or of a KV cache, which is bfloat16 where none is said."""
+    import torch
+
+    from gqa._launch import ELEMENTS
+    from gqa._quantized import FORMATS
+
+    if given is None:
+        return torch.bfloat16
+    if not isinstance(given, torch.dtype) or given not in {**ELEMENTS, **FORMATS}:
+        types = ", ".join(map(str, (*ELEMENTS, *FORMATS)))
+        raise invalid("qkv_dtype", given, types)
+    return given
 
 
 def _output(out: Any, read: dict[str, Any], v: Any = None) -> dict[str, Any]:
@@ -555,6 +629,7 @@ def merge_states(outputs: Iterable[Array], log_sum_exps: Iterable[Array]) -> Any
         for array in arrays:
             if shape_of(name, array) != expected:
                 raise invalid(name, shape_of(name, array), expected)
+        check_given((name, array) for array in arrays)
     return _backend(outputs[0]).merge(outputs, log_sum_exps)
 
 

@@ -1,10 +1,11 @@
 """FlashMLA's functions: decode steps of multi-head latent attention over a paged KV cache."""
 
-from typing import Any, Optional
+import operator
+from typing import Any, Optional, SupportsIndex
 
 from gqa._call import Places, Scores
 from gqa._errors import invalid, mistyped
-from gqa._flash import backend
+from gqa._flash import _is_compiling, _number, backend, check_given, flag
 
 _SPARSE = "None: sparse attention is not supported"
 
@@ -20,7 +21,7 @@ def flash_mla_with_kvcache(
     k_cache: Any,
     block_table: Any,
     cache_seqlens: Any,
-    head_dim_v: int,
+    head_dim_v: SupportsIndex,
     tile_scheduler_metadata: Any = None,
     num_splits: Any = None,
     softmax_scale: Optional[float] = None,
@@ -54,7 +55,7 @@ def flash_mla_with_kvcache(
     Returns the output (batch, rows, heads, head_dim_v) and log-sum-exps, float32 (batch, heads,
     rows), ``-inf`` where a row sees no key; FlashMLA has ``inf`` there.
     """
-    if is_fp8_kvcache:
+    if flag("is_fp8_kvcache", is_fp8_kvcache):
         allowed = "False: a float8 k_cache has rows of its type alone, and descale_k"
         raise invalid("is_fp8_kvcache", is_fp8_kvcache, allowed)
     if descale_q is not None:
@@ -74,28 +75,48 @@ def flash_mla_with_kvcache(
     shape = tuple(getattr(q, "shape", ()))
     if len(shape) != 4:
         raise invalid("q", shape or type(q).__name__, "(batch, rows, heads, size)")
-    if isinstance(head_dim_v, bool) or not isinstance(head_dim_v, int):
-        raise mistyped("head_dim_v", type(head_dim_v).__name__, "an int")
-    if not 0 < head_dim_v <= shape[3]:
-        raise invalid("head_dim_v", head_dim_v, f"1 to {shape[3]}, the size of a row of k_cache")
+    tensors = {"q": q, "k_cache": k_cache, "block_table": block_table}
+    tensors |= {"cache_seqlens": cache_seqlens, "descale_k": descale_k}
+    check_given(tensors.items())
+    for name in ("block_table", "cache_seqlens"):
+        if tensors[name] is None:
+            raise mistyped(name, None, "an array of int32")
+    values = _values(head_dim_v, shape[3])
     cache = tuple(getattr(k_cache, "shape", ()))
     if len(cache) != 4 or cache[3] != shape[3] or cache[2] < 1 or shape[2] % cache[2] != 0:
         got, heads = cache or type(k_cache).__name__, f"a divisor of {shape[2]}"
         raise invalid("k_cache", got, f"(blocks, rows of a block, {heads}, {shape[3]})")
     scale = shape[3] ** -0.5 if softmax_scale is None else _number("softmax_scale", softmax_scale)
-    window = (-1, 0 if causal or shape[1] == 1 else -1)
+    window = (-1, 0 if flag("causal", causal) or shape[1] == 1 else -1)
     scores = Scores(scale, 0.0, window, None, None)
-    computes = getattr(backend(q), "latent", _over_whole_rows)
-    given = q, k_cache, block_table, cache_seqlens, head_dim_v, scores
-    made: tuple[Any, Any] = computes(*given, *(() if descale_k is None else (descale_k,)))
-    return made
+    given = q, k_cache, block_table, cache_seqlens, values, scores, descale_k
+    if _is_compiling(q):
+        from gqa import _ops
+
+        return _ops.latent(*given)
+    return computed(*given)
 
 
-def _number(name: str, given: Any) -> float:
+def _values(head_dim_v: SupportsIndex, size: int) -> int:
     try:
-        return float(given)
-    except (TypeError, ValueError):
-        raise mistyped(name, repr(given), "a number or None") from None
+        values = operator.index(head_dim_v)
+    except TypeError:
+        raise mistyped("head_dim_v", type(head_dim_v).__name__, "an integer") from None
+    if isinstance(head_dim_v, bool):
+        raise mistyped("head_dim_v", "bool", "an integer")
+    if not 0 < values <= size:
+        raise invalid("head_dim_v", values, f"1 to {size}, the size of a row of k_cache")
+    return values
+
+
+def computed(
+    q: Any, cache: Any, table: Any, lengths: Any, values: int, scores: Scores, descale: Any
+) -> tuple[Any, Any]:
+    """What computes where q is."""
+    computes = getattr(backend(q), "latent", _over_whole_rows)
+    given = q, cache, table, lengths, values, scores
+    made: tuple[Any, Any] = computes(*given, *(() if descale is None else (descale,)))
+    return made
 
 
 def _over_whole_rows(

@@ -6,9 +6,10 @@ from typing import Any, Optional, Tuple
 import torch
 from torch import Tensor
 
-from gqa import _fallback, _flash, _launch
+from gqa import _fallback, _flash, _launch, _mla
 from gqa._call import Places, Scores
 from gqa._cpu import no_invariance
+from gqa._errors import mistyped
 
 merge = _fallback.merge
 
@@ -43,7 +44,9 @@ def varlen(
     descales: tuple[Tensor | None, Tensor | None] = (None, None),
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    given = q, k, v, *starts, used, *most, table, *_flat(scores), *descales
+    named = zip(("cu_seqlens_q", "cu_seqlens_k", "seqused_k"), (*starts, used))
+    lists = (_listed(name, numbers, q) for name, numbers in named)
+    given = q, k, v, *lists, *most, table, *_flat(scores), *descales
     result, lse = _varlen(*given, want_lse)
     return _fallback.put(out, result), lse if want_lse else None
 
@@ -63,13 +66,38 @@ def with_kvcache(
     no_invariance(scores, "in what torch.compile compiles")
     k, v = new or (None, None)
     cos, sin, interleaved = rope or (None, None, False)
-    lengths, *others = places
-    if isinstance(lengths, int):
-        lengths = torch.full((q.shape[0],), lengths, dtype=torch.int32, device=q.device)
-    turns, where = (cos, sin, interleaved), (lengths, *others)
+    names = "cache_seqlens", "cache_batch_idx", "cache_leftpad"
+    lists = (_listed(name, numbers, q) for name, numbers in zip(names, places))
+    turns, where = (cos, sin, interleaved), (*lists, places.table)
     given = q, *cache, k, v, *turns, *where, *_flat(scores), tree, *descales
     result, lse = _with_kvcache(*given, want_lse)
     return _fallback.put(out, result), lse if want_lse else None
+
+
+def latent(
+    q: Tensor,
+    cache: Tensor,
+    table: Tensor,
+    lengths: Any,
+    values: int,
+    scores: Scores,
+    descale: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    lengths = _listed("cache_seqlens", lengths, q)
+    right = scores.window[1]
+    return _latent(q, cache, table, lengths, values, scores.scale, right, descale)
+
+
+def _listed(name: str, numbers: Any, q: Tensor) -> Optional[Tensor]:
+    """Numbers as a tensor: one of each sequence, or the same of all."""
+    if numbers is None or isinstance(numbers, Tensor):
+        return numbers
+    options: Any = {"dtype": torch.int32, "device": q.device}
+    if isinstance(numbers, int):
+        return torch.full((q.shape[0],), numbers, **options)
+    if isinstance(numbers, (list, tuple)):
+        return torch.tensor(numbers, **options)
+    raise mistyped(name, type(numbers).__name__, "a tensor, or integers")
 
 
 def _flat(scores: Scores) -> tuple[Any, ...]:
@@ -189,3 +217,29 @@ def _with_kvcache(
 def _(q: Tensor, *others: Any) -> Tuple[Tensor, Tensor]:
     batch, rows, heads, _ = q.shape
     return _like(q, q, others[-1], (batch, heads, rows))
+
+
+@torch.library.custom_op("gqa::flash_mla_with_kvcache", mutates_args=())
+def _latent(
+    q: Tensor,
+    cache: Tensor,
+    table: Tensor,
+    lengths: Tensor,
+    values: int,
+    scale: float,
+    right: int,
+    descale: Optional[Tensor],
+) -> Tuple[Tensor, Tensor]:
+    scores = Scores(scale, 0.0, (-1, right), None, None)
+    with _launch.nothing_kept():
+        out, lse = _mla.computed(q, cache, table, lengths, values, scores, descale)
+    return out.contiguous(), lse.contiguous()
+
+
+@_latent.register_fake
+def _(
+    q: Tensor, cache: Tensor, table: Tensor, lengths: Tensor, values: int, *others: Any
+) -> Tuple[Tensor, Tensor]:
+    batch, rows, heads, _ = q.shape
+    lse = q.new_empty((batch, heads, rows), dtype=torch.float32)
+    return q.new_empty((batch, rows, heads, values)), lse

@@ -117,6 +117,8 @@ def scaled(cache: Cache, size: int, descales: tuple[Any, Any]) -> Cache:
     sizes, device = (cache.keys.shape[-2], size), cache.keys.device
     names = zip(("k_descale", "v_descale"), descales)
     per, scales = zip(*(_scale(name, scale, sizes, device) for name, scale in names))
+    if per[0] != per[1] and descales[1] is None:
+        raise invalid("k_descale", f"a scale per {per[0]}", "one element, as v_descale is None")
     if per[0] != per[1]:
         raise invalid("v_descale", f"a scale per {per[1]}", f"one per {per[0]}, as k_descale")
     return cache._replace(scales=Scales(per[0], *scales))
@@ -164,7 +166,9 @@ def scale_of_rows(name: str, scale: Any, cache: Tensor) -> tuple[str, Tensor]:
     if isinstance(scale, torch.Tensor) and scale.numel() != 1:
         if scale.shape in (cache.shape[:2], cache.shape[:3]) and scale.dtype == torch.float32:
             if scale.device == cache.device:
-                return "token", scale.contiguous()
+                is_aligned = scale.is_contiguous() and scale.data_ptr() % 16 == 0
+                copied = torch.contiguous_format
+                return "token", scale if is_aligned else scale.clone(memory_format=copied)
     per, one = _scale(name, scale, (1, cache.shape[-1]), cache.device)
     if per == "channel":
         got = f"{tuple(scale.shape)}"
