@@ -173,6 +173,32 @@ class Models(unittest.TestCase):
         self.assertEqual(texts, ["gqa has no gradients: sdpa attends instead"])
         self.assertTrue(model.model.layers[0].self_attn.q_proj.weight.grad.abs().sum() > 0)
 
+    def test_gradients_of_masks_are_left_to_sdpa(self):
+        import gqa.transformers
+
+        x = [torch.randn(2, 4, 5, 16, device=self.device) for _ in "qkv"]
+        bias = torch.randn(1, 4, 5, 5, device=self.device, requires_grad=True)
+        module = types.SimpleNamespace(is_causal=False, num_key_value_groups=1, training=False)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self.assertTrue(gqa.transformers.attention(module, *x, bias)[0].requires_grad)
+        with self.assertRaisesRegex(ValueError, "^s_aux: got a value in a call with gradients"):
+            gqa.transformers.attention(module, *x, None, s_aux=bias[0, :, 0, 0])
+
+    def test_more_rows_than_keys_count_from_the_first(self):
+        import gqa.transformers
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        q = torch.randn(1, 4, 7, 16, device=self.device)
+        k, v = torch.randn(2, 1, 4, 5, 16, device=self.device)
+        module = types.SimpleNamespace(is_causal=True, num_key_value_groups=1, training=False)
+        out, _ = gqa.transformers.attention(module, q, k, v, None)
+        wanted, _ = sdpa_attention_forward(module, q, k, v, None)
+        torch.testing.assert_close(out, wanted, atol=1e-3, rtol=1e-3)
+        with self.assertRaisesRegex(ValueError, "^cu_seq_lens_k: got None; allowed: "):
+            starts = torch.tensor([0, 7], device=self.device)
+            gqa.transformers.attention(module, q, k, v, None, cu_seq_lens_q=starts)
+
 
 def has_model(name):
     """Whether this release of transformers has the model."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from gqa import flash_attn_func, flash_attn_varlen_func
 from gqa._errors import invalid
+from gqa._flash import wants_gradient
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -110,14 +111,15 @@ def attention(
     scores = {"softcap": softcap, "s_aux": s_aux, "sinks": sinks}
     if attention_mask is None:
         scores["cu_seq_lens_q"] = cu_seq_lens_q
-    reason = _why_not(query, key, value, dropout, others)
+    tensors = (query, key, value, attention_mask, position_bias, s_aux, sinks)
+    reason = _why_not(query, key, value, dropout, tensors, others)
     if reason is not None:
         for name, given in scores.items():
             if given is not None:
                 raise invalid(name, f"a value in a call with {reason}", None)
         others["position_bias"] = position_bias
-        tensors, numbers = (query, key, value, attention_mask), (dropout, scaling, is_causal)
-        attended = _sdpa(module, *tensors, *numbers, reason, others)
+        numbers = dropout, scaling, is_causal
+        attended = _sdpa(module, *tensors[:4], *numbers, reason, others)
         return cast("tuple[Tensor, None]", attended)
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     window = (-1, -1)
@@ -128,6 +130,8 @@ def attention(
     if scores.get("cu_seq_lens_q") is None:
         output = _dense(query, key, value, attention_mask, position_bias, sinks, causal, named)
     elif position_bias is None and sinks is None:
+        if others.get("cu_seq_lens_k") is None:
+            raise invalid("cu_seq_lens_k", None, "a tensor, with cu_seq_lens_q")
         named |= {"causal": causal, "cu_seqlens_q": cu_seq_lens_q}
         output = _packed(query, key, value, named, others)
     else:
@@ -175,6 +179,10 @@ def _dense(
     elif causal and 1 < rows < keys:
         # A prompt in an empty static cache: no row but the first ones has a token.
         key, value, keys = key[:, :, :rows], value[:, :, :rows], rows
+    elif causal and keys < rows:
+        # sdpa counts both from the first one on.
+        mask, causal = _from_the_first(query, keys, named["window_size"][0]), False
+        named["window_size"] = (-1, -1)
     if position_bias is not None:
         mask = _with_bias(mask, position_bias[..., :keys].to(query.dtype))
         mask = mask.expand(-1, -1, rows, -1)
@@ -189,6 +197,14 @@ def _dense(
     share = (lse[..., None] - sinks.float()).sigmoid()
     output = (output * share.transpose(1, 2)).to(output.dtype)
     return output
+
+
+def _from_the_first(query: Tensor, keys: int, before: int) -> Tensor:
+    """A causal mask in which row i stands at key i, and sees so many keys before it, or all."""
+    import torch
+
+    mask = query.new_ones((1, 1, query.shape[2], keys), dtype=torch.bool).tril()
+    return mask if before < 0 else mask.triu(-before)
 
 
 def _with_bias(mask: Tensor | None, bias: Tensor) -> Tensor:
@@ -215,14 +231,19 @@ def _packed(
 
 
 def _why_not(
-    query: Tensor, key: Tensor, value: Tensor, dropout: float, others: dict[str, Any]
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout: float,
+    tensors: tuple[Tensor | None, ...],
+    others: dict[str, Any],
 ) -> str | None:
-    """Why the call is not one of ours."""
+    """Why the call is not one of ours; tensors are all of its tensors."""
     import torch
 
     if dropout:
         return "dropout"
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
+    if any(x is not None and wants_gradient(x) for x in tensors):
         return "gradients"
     if value.shape[-1] != query.shape[-1] and query.is_cuda:
         # Elsewhere kernels for these have no tensor cores.
