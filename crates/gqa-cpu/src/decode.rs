@@ -299,9 +299,11 @@ impl<'a, S: Simd, const R: usize> FewRows<'a, S, R> {
         let mut line = vec![0.0; self.rows.sizes()[1]];
         for row in 0..self.visible.len() {
             let vectors = S::as_mut_simd_f32s(&mut line).0;
-            let factor = lanes::inverse_or_zero(simd, simd.splat_f32s(self.sum[row]));
+            let (sum, zero) = (simd.splat_f32s(self.sum[row]), simd.splat_f32s(0.0));
+            let (factor, is_none) = (lanes::inverse(simd, sum), simd.equal_f32s(sum, zero));
             for (to, rows) in vectors.iter_mut().zip(&self.output) {
-                *to = simd.mul_f32s(rows[row], factor);
+                // A product with 0 would be NaN where a value that the row does not see is.
+                *to = lanes::select(simd, is_none, zero, simd.mul_f32s(rows[row], factor));
             }
             write(row, Softmax { max: self.max[row], sum: self.sum[row] }, &line);
         }

@@ -132,11 +132,10 @@ pub(super) fn select<S: Simd>(simd: S, mask: S::m32s, yes: S::f32s, no: S::f32s)
     simd.transmute_f32s_u32s(simd.select_u32s(mask, yes, no))
 }
 
-/// 1 over each number, and 0 for 0.
+/// 1 over each number.
 #[inline(always)]
-pub(super) fn inverse_or_zero<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
-    let (zero, one) = (simd.splat_f32s(0.0), simd.splat_f32s(1.0));
-    select(simd, simd.equal_f32s(x, zero), zero, simd.div_f32s(one, x))
+pub(super) fn inverse<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
+    simd.div_f32s(simd.splat_f32s(1.0), x)
 }
 
 /// Coefficients, highest power first, of a polynomial; the last terms are in the code that uses it.

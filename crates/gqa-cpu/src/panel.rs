@@ -423,11 +423,16 @@ impl<'a, S: Simd, const N: usize> Panel<'a, S, N> {
     /// Divides the outputs by the sums of exponentials; zeros for a row that attends to no key.
     #[inline(always)]
     pub(super) fn divide(&mut self, simd: S) {
-        let mut factors = self.sum;
+        let zero = simd.splat_f32s(0.0);
         for n in 0..N {
-            factors.0[n] = lanes::inverse_or_zero(simd, self.sum.0[n]);
+            let sum = self.sum.0[n];
+            let (factor, is_none) = (lanes::inverse(simd, sum), simd.equal_f32s(sum, zero));
+            for sums in self.output.iter_mut() {
+                // A product with 0 would be NaN where a value that the row does not see is.
+                let divided = simd.mul_f32s(sums.0[n], factor);
+                sums.0[n] = lanes::select(simd, is_none, zero, divided);
+            }
         }
-        self.output.iter_mut().for_each(|sums| *sums = sums.times(simd, factors));
     }
 
     /// Whether exponentials of scores up to `max` stay finite against the current reference.
