@@ -73,7 +73,8 @@ impl Described {
     ///
     /// # Errors
     ///
-    /// If it has no `__dlpack__`, or elements of an unknown type; `allowed` names the known ones.
+    /// If it has no `__dlpack__`, elements of an unknown type, of which `allowed` names the known
+    /// ones, or elements that are nowhere, as those of torch's `FakeTensor`.
     pub fn of(
         name: &str,
         object: &Bound<'_, PyAny>,
@@ -99,6 +100,10 @@ impl Described {
             true => contiguous(&shape),
             false => numbers(tensor.strides).iter().map(|&n| n as isize).collect(),
         };
+        if tensor.data.is_null() && !shape.contains(&0) {
+            let got = "an array whose elements are not in memory, as torch's FakeTensor";
+            return Err(invalid(name, got, "one that has elements"));
+        }
         // Byte offset of the first element from the address.
         let data = tensor.data.cast::<u8>().wrapping_add(tensor.byte_offset as usize);
         let read_only = flags & dlpack::READ_ONLY != 0;

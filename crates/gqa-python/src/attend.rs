@@ -3,7 +3,7 @@
 use crate::array::Array;
 use crate::arrays::Arrays;
 use crate::element::Element;
-use crate::error::{invalid, raised};
+use crate::error::{invalid, raised, room};
 use crate::heads::{Heads, Place};
 use crate::mask::Bias;
 use crate::scores::Scores;
@@ -184,7 +184,7 @@ impl<T: Element> Call<T> {
             return self.run_in_blocks(out);
         }
         let mut rest = out;
-        let mut jobs = Vec::with_capacity(self.sequences.len());
+        let mut jobs = room("q", self.sequences.len())?;
         for (index, sequence) in self.sequences.iter().enumerate() {
             let (output, behind) = rest.split_at_mut(sequence.rows * self.q.heads * self.v.size);
             rest = behind;

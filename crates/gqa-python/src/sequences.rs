@@ -1,10 +1,13 @@
 //! Which rows and keys each sequence of a call has.
 
 use crate::array::Array;
-use crate::error::invalid;
+use crate::error::{invalid, raised, room};
 use crate::heads::Place;
 use pyo3::PyResult;
 use std::ops::Range;
+
+/// What a call without cu_seqlens has its sequences of.
+const BATCH: &str = "q";
 
 /// What a caller says of sequences.
 #[derive(Default)]
@@ -80,14 +83,13 @@ impl Numbers {
     /// Where each sequence begins and ends, of `rows` rows where that is known. Rows behind the
     /// last sequence are of none.
     fn ranges(&self, rows: Option<usize>) -> PyResult<Vec<Range<usize>>> {
-        let starts: Option<Vec<usize>> = self.all.iter().map(|&n| n.try_into().ok()).collect();
-        let is_legal = |starts: &Vec<usize>| {
-            let fit = rows.is_none_or(|rows| starts.last().is_some_and(|&last| last <= rows));
-            starts.first() == Some(&0) && starts.is_sorted() && fit
-        };
-        match starts.filter(is_legal) {
-            Some(starts) => Ok(starts.windows(2).map(|w| w[0]..w[1]).collect()),
-            None => {
+        let all = &self.all;
+        let most = rows.and_then(|rows| i64::try_from(rows).ok()).unwrap_or(i64::MAX);
+        let fit = all.last().is_some_and(|&last| last <= most);
+        match all.first() == Some(&0) && all.is_sorted() && fit {
+            // None is negative.
+            true => listed(self.name, all.windows(2).map(|w| Ok(w[0] as usize..w[1] as usize))),
+            false => {
                 let last = rows.map_or_else(String::new, |rows| format!(" to {rows} or less"));
                 let allowed = format!("numbers from 0{last}, none less than the one before");
                 Err(invalid(self.name, format!("{:?}", self.all), allowed))
@@ -208,8 +210,8 @@ impl Sequence {
                 ..of_keys
             })
         };
-        let sequences: PyResult<Vec<_>> = rows.into_iter().enumerate().map(sequence).collect();
-        let sequences = sequences?;
+        let name = given.q_starts.as_ref().map_or(BATCH, |starts| starts.name);
+        let sequences = listed(name, rows.into_iter().enumerate().map(sequence))?;
         let longest = |of: fn(&Self) -> usize| sequences.iter().map(of).max().unwrap_or_default();
         check_most("max_seqlen_q", given.most[0], longest(|sequence| sequence.rows))?;
         check_most("max_seqlen_k", given.most[1], longest(|sequence| sequence.keys))?;
@@ -221,10 +223,10 @@ impl Given {
     /// The entry of q that each sequence has, and its rows there.
     fn rows(&self, [entries, rows]: [usize; 2]) -> PyResult<Vec<(usize, Range<usize>)>> {
         let Some(starts) = &self.q_starts else {
-            return Ok((0..entries).map(|entry| (entry, 0..rows)).collect());
+            return listed(BATCH, (0..entries).map(|entry| Ok((entry, 0..rows))));
         };
         let ranges = starts.ranges(Some(rows))?;
-        Ok(ranges.into_iter().map(|range| (0, range)).collect())
+        listed(starts.name, ranges.into_iter().map(|range| Ok((0, range))))
     }
 
     /// Where each sequence's keys begin and end, if a caller says that.
@@ -286,6 +288,22 @@ impl Given {
         let (first_key, keys) = (range.map_or(0, |range| range.start) + pad, end - pad);
         Ok(Sequence { entry: 0, first_row: 0, rows, key_entry, first_key, keys, blocks })
     }
+}
+
+/// All that there are, of an argument that says how many.
+///
+/// # Errors
+///
+/// The first error, or where memory does not suffice: arrays may repeat their elements.
+fn listed<T>(
+    argument: &'static str,
+    all: impl ExactSizeIterator<Item = PyResult<T>>,
+) -> PyResult<Vec<T>> {
+    let mut list = room(argument, all.len()).map_err(raised)?;
+    for one in all {
+        list.push(one?);
+    }
+    Ok(list)
 }
 
 /// The keys that the last `rows` rows see together, each `before` keys before its own.

@@ -335,3 +335,97 @@ def test_tensors_that_want_gradients():
     with torch.no_grad():
         out = gqa.flash_attn_func(q, k, v)
     torch.testing.assert_close(out, gqa.flash_attn_func(q, k, v.detach()))
+
+
+def calls_of_torch():
+    """Functions of one tensor, each with the argument that it is and its shape."""
+    randn = libraries.torch.randn
+    q, k, v, new = randn(1, 3, 4, 16), randn(1, 8, 2, 16), randn(1, 8, 2, 16), randn(1, 3, 2, 16)
+    sums, turns = randn(1, 4, 3), randn(8, 8)
+    latent = q, randn(2, 8, 1, 16), libraries.torch.zeros(1, 1).int(), [3]
+    cached = lambda **named: gqa.flash_attn_with_kvcache(
+        q, k.clone(), v.clone(), new, new.clone(), **{"cache_seqlens": 2, **named}
+    )
+    return (
+        ("s_aux", (4,), lambda x: gqa.flash_attn_func(q, k, v, s_aux=x)),
+        ("mask", (1, 1, 3, 8), lambda x: gqa.flash_attn_func(q, k, v, mask=x)),
+        ("alibi_slopes", (4,), lambda x: cached(alibi_slopes=x)),
+        ("rotary_cos", (8, 8), lambda x: cached(rotary_cos=x, rotary_sin=turns)),
+        ("k_cache", k.shape, lambda x: gqa.flash_attn_with_kvcache(q, x, v)),
+        ("q", q.shape, lambda x: gqa.flash_mla_with_kvcache(x, *latent[1:], 8)),
+        ("k_cache", latent[1].shape, lambda x: gqa.flash_mla_with_kvcache(q, x, *latent[2:], 8)),
+        ("outputs", q.shape, lambda x: gqa.merge_states([q, x], [sums] * 2)),
+        ("log_sum_exps", sums.shape, lambda x: gqa.merge_states([q] * 2, [sums, x])),
+    )
+
+
+@pytest.mark.skipif(libraries.torch is None, reason="no torch")
+@pytest.mark.parametrize("kind", ["backward", "forward", "fake"])
+def test_no_gradient_is_lost_and_no_element_is_missing(kind):
+    torch = libraries.torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.autograd import forward_ad
+
+    for name, shape, call in calls_of_torch():
+        given = torch.randn(shape)
+        call(given)
+        got = "a FakeTensor" if kind == "fake" else "a tensor that requires a gradient"
+        with forward_ad.dual_level():
+            if kind == "backward":
+                given.requires_grad_()
+            elif kind == "forward":
+                given = forward_ad.make_dual(given, given.clone())
+            else:
+                with FakeTensorMode():
+                    given = torch.randn(shape)
+            with pytest.raises(ValueError, match=f"^{name}: got {got}"):
+                call(given)
+
+
+@pytest.mark.skipif(libraries.torch is None, reason="no torch")
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("size", [16, 64, 80])
+def test_rows_without_a_visible_key_are_0_over_any_values(dtype, size):
+    torch = libraries.torch
+    dtype = getattr(torch, dtype)
+    for rows in (1, 2, 3, 4, 5, 7, 8, 11, 33):
+        for kv_heads in (1, 4):
+            q, k, v = (torch.randn(1, n, h, size).to(dtype)
+                       for n, h in ((rows, 4), (70, kv_heads), (70, kv_heads)))
+            mask = torch.ones(1, 1, rows, 70, dtype=torch.bool)
+            mask[:, :, -1] = False
+            v[:, 3] = torch.nan
+            out, lse = gqa.flash_attn_func(q, k, v, mask=mask, return_softmax_lse=True)
+            assert not out[:, -1].any() and lse[:, :, -1].isneginf().all(), (rows, kv_heads)
+
+
+@pytest.mark.skipif(libraries.torch is None, reason="no torch")
+def test_memory_that_there_is_not():
+    torch = libraries.torch
+    many = lambda *shape: torch.zeros(1).expand(shape)
+    for q, k in (
+        # An entry for each sequence, though none has an element.
+        (many(2**40, 0, 1, 8), many(2**40, 1, 1, 8)),
+        (many(1, 2**40, 1, 8), many(1, 1, 1, 8)),
+    ):
+        with pytest.raises(MemoryError):
+            gqa.flash_attn_func(q, k, k)
+
+
+@pytest.mark.skipif(libraries.torch is None, reason="no torch")
+def test_schedules_are_checked_on_the_cpu():
+    torch = libraries.torch
+    right = 2, 1, 64, 4, 2, 128, torch.tensor([5, 9])
+    assert gqa.get_scheduler_metadata(*right).numel() == 0
+    for change, named in (
+        ({"cache_seqlens": torch.tensor([5])}, r"cache_seqlens: got \(1,\)"),
+        ({"cache_seqlens": torch.rand(2)}, "cache_seqlens: got torch.float32"),
+        ({"cu_seqlens_q": torch.tensor([0, 1])}, r"cu_seqlens_q: got \(2,\)"),
+        ({"qkv_dtype": torch.int32}, "qkv_dtype: got torch.int32"),
+        ({"max_seqlen_k_new": "a"}, "max_seqlen_k_new: got str"),
+    ):
+        arguments = list(right)
+        if "cache_seqlens" in change:
+            arguments[-1] = change.pop("cache_seqlens")
+        with pytest.raises((TypeError, ValueError), match=f"^{named}; allowed: "):
+            gqa.get_scheduler_metadata(*arguments, **change)
