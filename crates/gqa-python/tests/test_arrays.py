@@ -262,12 +262,14 @@ class Cases:
         with self.assertRaisesRegex(TypeError, "^s_aux: got list"):
             gqa.flash_attn_func(q, k, v, s_aux=[1, 2, 3, 4])
         sizes = {"cache_seqlens": 2}
+        drafts = {"tree_mask": there(np.zeros((2, 3), np.int64)), "causal": True}
         for named, change in (
             ("cache_leftpad", {"cache_leftpad": there(np.zeros(2, np.int32))}),
             ("cache_seqlens", {"cache_seqlens": there(np.array([1, 4], np.int32))}),
             ("cache_seqlens", {"cache_seqlens": there(np.zeros(2, np.float32))}),
             ("k_cache", {"k_cache": there(host[:1]), "v_cache": there(host[:1])}),
             ("block_table", {"block_table": there(np.zeros(2, np.int32))}),
+            ("q", {**drafts, "k_cache": there(host[:, :2]), "v_cache": there(host[:, :2])}),
         ):
             with self.subTest(named), self.assertRaisesRegex(ValueError, f"^{named}: got "):
                 given = {"q": q, "k_cache": k, "v_cache": v} | sizes | change

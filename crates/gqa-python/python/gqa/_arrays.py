@@ -599,6 +599,8 @@ def _paged(
     sinks = _sinks(work, scores, q)
     cos = sin = turns = None
     longest = call.columns * call.block
+    if new is None and most > longest:
+        _refuse("q", f"{most} rows of a sequence", f"up to {longest}, the rows of its keys")
     if rope is not None:
         cos, sin, interleaved = rope
         turns = 2 * cos.shape[1], cos.shape[0], interleaved
@@ -646,6 +648,8 @@ def _check_kernels(q: GpuArray, rope: _Turns | None, scores: Scores) -> None:
         _refuse("softmax_scale", 0, "another one")
     if q.shape[-1] % 8:
         _refuse("q", q.shape, "heads of a multiple of 8 elements")
+    if rope and q.shape[-1] % 16:
+        _refuse("q", q.shape, "heads of a multiple of 16 elements, with rotary_cos")
     for name, array in zip(("rotary_cos", "rotary_sin"), rope[:2] if rope else ()):
         if array.strides() is not None:
             _refuse(name, "an array with strides", "a contiguous one")
