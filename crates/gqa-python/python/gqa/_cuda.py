@@ -503,15 +503,17 @@ def _starts(
 ) -> tuple[tuple[Tensor, Any], Tensor | None, tuple[int, int]]:
     """cu_seqlens of rows and keys, or the numbers of keys, on the GPU, and bounds of the longest
     sequence's."""
-    given = zip(("cu_seqlens_q", "cu_seqlens_k"), starts)
-    starts = tuple(_tensor(name, n) if isinstance(n, (list, tuple)) else n for name, n in given)
-    shape = shape_of("cu_seqlens_q", starts[0])
+    names = "cu_seqlens_q", "cu_seqlens_k"
+    first, second = (
+        _tensor(name, n) if isinstance(n, (list, tuple)) else n for name, n in zip(names, starts)
+    )
+    starts = first, second
+    shape = shape_of("cu_seqlens_q", first)
     if len(shape) != 1 or shape[0] < 1:
         raise invalid("cu_seqlens_q", shape, "(sequences + 1,)")
     if shape[0] == 1:
         # No sequence, so all rows are behind the last one.
         return starts, None, (0, 0)
-    names = "cu_seqlens_q", "cu_seqlens_k"
     given = zip(names, starts)
     # Without the keys' where lengths say them.
     of_q: Any

@@ -148,15 +148,14 @@ def wants_gradient(tensor: Any) -> bool:
         return True
     if _is_compiling(tensor) or not in_forward_mode():
         return False
-    from torch.autograd import forward_ad
-
-    return forward_ad.unpack_dual(tensor).tangent is not None
+    forward_ad: Any = sys.modules["torch.autograd.forward_ad"]
+    return bool(forward_ad.unpack_dual(tensor).tangent is not None)
 
 
 def in_forward_mode() -> bool:
     """Whether tensors may have tangents of torch's forward-mode differentiation."""
     forward_ad = sys.modules.get("torch.autograd.forward_ad")
-    return getattr(forward_ad, "_current_level", -1) >= 0
+    return bool(getattr(forward_ad, "_current_level", -1) >= 0)
 
 
 def _is_fake(tensor: Any) -> bool:

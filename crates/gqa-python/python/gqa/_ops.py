@@ -85,7 +85,8 @@ def latent(
 ) -> tuple[Tensor, Tensor]:
     lengths = _listed("cache_seqlens", lengths, q)
     right = scores.window[1]
-    return _latent(q, cache, table, lengths, values, scores.scale, right, descale)
+    out, lse = _latent(q, cache, table, lengths, values, scores.scale, right, descale)
+    return out, lse
 
 
 def _listed(name: str, numbers: Any, q: Tensor) -> Optional[Tensor]:

@@ -111,15 +111,16 @@ def attention(
     scores = {"softcap": softcap, "s_aux": s_aux, "sinks": sinks}
     if attention_mask is None:
         scores["cu_seq_lens_q"] = cu_seq_lens_q
-    tensors = (query, key, value, attention_mask, position_bias, s_aux, sinks)
-    reason = _why_not(query, key, value, dropout, tensors, others)
+    tensors = query, key, value, attention_mask
+    differentiable = *tensors, position_bias, s_aux, sinks
+    reason = _why_not(query, key, value, dropout, differentiable, others)
     if reason is not None:
         for name, given in scores.items():
             if given is not None:
                 raise invalid(name, f"a value in a call with {reason}", None)
         others["position_bias"] = position_bias
         numbers = dropout, scaling, is_causal
-        attended = _sdpa(module, *tensors[:4], *numbers, reason, others)
+        attended = _sdpa(module, *tensors, *numbers, reason, others)
         return cast("tuple[Tensor, None]", attended)
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     window = (-1, -1)
