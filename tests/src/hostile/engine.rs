@@ -127,7 +127,7 @@ fn paged([sequences, tokens, _]: [usize; 3], draw: &mut Draw) -> Paged {
 }
 
 /// Numbers of a layer and of its calls.
-const NUMBERS: [&str; 25] = [
+const NUMBERS: [&str; 26] = [
     "batch_invariant",
     "dtype",
     "scale",
@@ -139,6 +139,7 @@ const NUMBERS: [&str; 25] = [
     "packed",
     "sequences",
     "block_size",
+    "blocks_per_sequence",
     "cache",
     "heads.query",
     "heads.kv",
