@@ -118,8 +118,8 @@ fn quantized_outputs() {
     parity("sim, sliding, quantized output", 60, quantized_output(sliding), &planned);
 }
 
-/// Chunks after pasts of any lengths, over contiguous caches, by the kernels that divide the work of
-/// all sequences among CTAs.
+/// Chunks after pasts of any lengths, over contiguous caches, by the kernels that divide the work
+/// of all sequences among CTAs.
 #[test]
 fn chunks_of_ragged_lengths() {
     for (sizes, dtype, name) in [

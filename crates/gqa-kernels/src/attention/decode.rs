@@ -60,13 +60,14 @@
 //! is appended after all ranks have read.
 //!
 //! **One text for two caches** (`layout.rs`): a parameter says whether the cache is contiguous or
-//! consists of blocks. It becomes a constant when a plan is loaded, and the assembler drops the code
-//! for the other cache. In a contiguous cache the keys of a head lie side by side, and so do its
-//! values.
+//! consists of blocks. It becomes a constant when a plan is loaded, and the assembler drops the
+//! code for the other cache. In a contiguous cache the keys of a head lie side by side, and so do
+//! its values.
 //!
-//! **Over a paged KV cache** the block table says where the rows of each tile are. The tokens of all sequences are packed one after the other. A CTA whose row tile has no tokens
-//! ends at once: its sequence has fewer, or another launch attends to it. Where the table points
-//! outside of the cache, nothing is read or written, and the keys are masked, new ones too.
+//! **Over a paged KV cache** the block table says where the rows of each tile are. The tokens of
+//! all sequences are packed one after the other. A CTA whose row tile has no tokens ends at once:
+//! its sequence has fewer, or another launch attends to it. Where the table points outside of the
+//! cache, nothing is read or written, and the keys are masked, new ones too.
 //!
 //! **Smaller heads** (`layout.rs`): padded kernels read and write only the columns that heads have.
 //! The remaining columns of queries, keys and values are zero in shared memory; only the copies and

@@ -1,8 +1,8 @@
 //! Attention whose output is too wide for the registers of a warpgroup, on SM 90a, in two shapes
 //! (`shape.rs`):
-//! - [`latent()`], [`latent_divided()`] and [`latent_float8()`], decode over a latent KV cache (multi-head latent
-//!   attention, DeepSeek-V2, 2024): all query heads share one row per token, whose 576 channels are
-//!   the key and whose first 512 are the value.
+//! - [`latent()`], [`latent_divided()`] and [`latent_float8()`], decode over a latent KV cache
+//!   (multi-head latent attention, DeepSeek-V2, 2024): all query heads share one row per token,
+//!   whose 576 channels are the key and whose first 512 are the value.
 //! - [`wide()`], heads of 512 over contiguous and paged KV caches, for any number of query rows.
 //!   Keys and values are apart.
 //!
@@ -55,11 +55,11 @@
 //! **Grid**: (row tiles of all KV heads, splits, sequences); CTAs of one sequence's row tiles are
 //! neighbours and read the same keys from L2.
 //!
-//! **Keys divided by lengths** ([`latent_divided()`], `division.rs`): as many CTAs as SMs, each with
-//! an equal range of the key tiles of all sequences, piece after piece. Tiles are numbered through
-//! all pieces, so buffers, owners and phases go on as in one piece, and copies run ahead into the
-//! next piece while a half closes the last one. The halves load the queries of the next piece once
-//! both have passed `SUMS`: then all scores of the last one are complete.
+//! **Keys divided by lengths** ([`latent_divided()`], `division.rs`): as many CTAs as SMs, each
+//! with an equal range of the key tiles of all sequences, piece after piece. Tiles are numbered
+//! through all pieces, so buffers, owners and phases go on as in one piece, and copies run ahead
+//! into the next piece while a half closes the last one. The halves load the queries of the next
+//! piece once both have passed `SUMS`: then all scores of the last one are complete.
 //! **Grid**: (row tiles, CTAs). A piece that is not a whole sequence goes to partial_out and
 //! partial_lse as `merge_parts.rs` describes them, and [`merge_parts()`] merges it.
 //!
@@ -404,8 +404,8 @@ fn run<S: Shape, T: MmaElement>(
     // Broadcast, so that the compiler knows that it is warp-uniform.
     let warpgroup = shfl_idx_u32(thread_idx() / WARPGROUP, 0);
     if warpgroup < 2 {
-        // Warps that load keys and values apart, or convert, or go on to other sequences, spill with
-        // 24.
+        // Warps that load keys and values apart, or convert, or go on to other sequences, spill
+        // with 24.
         if S::APART || S::CONVERTS || S::DIVIDES {
             registers_raise::<232>();
         } else {
@@ -710,7 +710,8 @@ impl<'a, S: Shape, T: Element> Work<'a, S, T> {
         heads as usize * self.p.tokens as usize + row as usize
     }
 
-    /// Index of the tile's row `r` in (place, row of the tile), where several CTAs share a sequence.
+    /// Index of the tile's row `r` in (place, row of the tile), where several CTAs share a
+    /// sequence.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn place_of(&self, r: u32) -> u32 {
         self.place * ROWS + r

@@ -2168,8 +2168,8 @@ fn blocks_are_read_where_they_are_without_wgmma() {
     assert_eq!(why, "switched off by GQA_DISABLE_FLASH_ATTENTION");
 }
 
-/// Kernels compute as many tokens of a sequence as its blocks have rows, so that no plan is made for
-/// more.
+/// Kernels compute as many tokens of a sequence as its blocks have rows, so that no plan is made
+/// for more.
 #[test]
 fn tokens_have_rows_in_their_blocks() {
     let layer = Layer::new(DType::F32, Heads { query: 2, kv: 2, size: 64 });

@@ -115,8 +115,8 @@ impl Layout {
         Self { table: BlockTable { entries, ..self.table }, ..self }
     }
 
-    /// The rows of a row tile that exist. No rows if the tokens are packed and the sequence has more
-    /// than this launch takes.
+    /// The rows of a row tile that exist. No rows if the tokens are packed and the sequence has
+    /// more than this launch takes.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(in crate::attention) fn rows(self, a: &AttentionParams, rows: Rows) -> Rows {
         if !self.is_paged() {

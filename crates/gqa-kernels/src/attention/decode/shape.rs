@@ -49,7 +49,7 @@ pub type D128<const HALVES: usize> = shape!(head 128, rows 8 * HALVES, keys 16, 
 pub type D192<const HALVES: usize> = shape!(head 192, rows 8 * HALVES, keys 16, warps 8, stages 1);
 /// Head size 256.
 pub type D256<const HALVES: usize> = shape!(head 256, rows 8 * HALVES, keys 16, warps 8, stages 1);
-/// Head size 512, in shared memory that GPUs from Hopper on have for data centers.
+/// Head size 512, for data-center GPUs since Hopper: no others have enough shared memory.
 pub type D512<const HALVES: usize> = shape!(head 512, rows 8 * HALVES, keys 16, warps 4, stages 1);
 /// Head size 64, half an SM.
 pub type D64W4<const HALVES: usize> = shape!(head 64, rows 8 * HALVES, keys 32, warps 4, stages 2);

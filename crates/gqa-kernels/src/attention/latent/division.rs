@@ -14,9 +14,9 @@
 //! **Whole sequences**: if each can have a CTA of its own that takes hardly longer than an equal
 //! share, none is cut, because a merge costs more than that.
 //!
-//! **Memory**: range_starts (CTA + 1, [`START_WORDS`]), which the merge reads: where a range begins,
-//! as sequence and key tile, and the first token and the number of tokens of that sequence. The
-//! last one is behind all work.
+//! **Memory**: range_starts (CTA + 1, [`START_WORDS`]), which the merge reads: where a range
+//! begins, as sequence and key tile, and the first token and the number of tokens of that sequence.
+//! The last one is behind all work.
 //!
 //! **Shared memory**: prefix sums of the work, in the buffers, which are still empty.
 
@@ -145,8 +145,8 @@ impl Division {
         let (own, rest) = (sums.load(batch) - before, position - before);
         let (tiles, tile) = (own - beginning, rest.saturating_sub(beginning));
         let shortest = (share / SHORTEST_PART).clamp(1, SHORTEST);
-        // Of a sequence that is too short to be cut the nearer end. Otherwise the tile, unless it is
-        // too near to an end.
+        // Of a sequence that is too short to be cut the nearer end. Otherwise the tile, unless it
+        // is too near to an end.
         let is_cut = tiles >= 2 * shortest;
         let is_start = if is_cut { tile < shortest } else { 2 * rest < own };
         match is_start {

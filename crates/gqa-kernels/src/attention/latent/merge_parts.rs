@@ -1,14 +1,14 @@
 //! Merges the results of the pieces of a sequence whose keys several CTAs share (`division.rs`).
 //!
 //! **One CTA** merges [`WARPS`] rows of a row tile, a row by each warp, of one sequence: number
-//! `nth`, or where there are more sequences than CTAs of the attention the one that the range of CTA
-//! `nth` is the first to end inside of. If the sequence is not cut, it has nothing to do. The ranges
-//! of the next CTAs have the sequence's other pieces. **Grid**: (sequences or CTAs of the attention,
-//! what is fewer, those of each row tile side by side; rows). CTAs without work cost a load's
-//! latency each, and an SM has room for two.
+//! `nth`, or where there are more sequences than CTAs of the attention the one that the range of
+//! CTA `nth` is the first to end inside of. If the sequence is not cut, it has nothing to do. The
+//! ranges of the next CTAs have the sequence's other pieces. **Grid**: (sequences or CTAs of the
+//! attention, what is fewer, those of each row tile side by side; rows). CTAs without work cost a
+//! load's latency each, and an SM has room for two.
 //!
-//! **Tensors**: range_starts as `division.rs` leaves them; partial_out (row tile, CTA, place, row of
-//! the tile, 512), in float16, and partial_lse (row tile, CTA, place, row of the tile, 4), f32:
+//! **Tensors**: range_starts as `division.rs` leaves them; partial_out (row tile, CTA, place, row
+//! of the tile, 512), in float16, and partial_lse (row tile, CTA, place, row of the tile, 4), f32:
 //! log-sum-exp, and the powers of two that multiply the row's left and right columns. Place 0 is
 //! that of the piece which begins inside of a sequence, place 1 that of the other one.
 

@@ -22,7 +22,8 @@ pub(in crate::plan) fn in_parts(kernel: &Kernel, call: &Call<'_>) -> Option<Kern
     /// Most CTAs in y and z of a grid.
     const MOST: usize = 65_535;
     let (p, device, options) = (call.problem, call.device, call.options);
-    // Over a contiguous cache few sequences keep their clusters, which were not measured against it.
+    // Over a contiguous cache few sequences keep their clusters, which were not measured against
+    // it.
     let may_differ = p.pages.is_some() || p.mean_len.is_some() && kernel.cluster == 1;
     if !DIVIDING.contains(&kernel.entry.family) || !may_differ {
         return None;

@@ -218,8 +218,8 @@ impl Division {
     /// share. The division itself costs time, and decode steps are slower than in the decode kernel
     /// (measured: `docs/perf-log.md`).
     pub(super) fn pays(&self) -> bool {
-        // In key tiles: what dividing and merging cost, and how often the share fits into it; beside
-        // many decode steps it takes a longer sequence.
+        // In key tiles: what dividing and merging cost, and how often the share fits into it;
+        // beside many decode steps it takes a longer sequence.
         let least = match self.steps < self.multiprocessors {
             true => self.share.saturating_mul(9) / 4 + 18,
             false => self.share.saturating_add(4).saturating_mul(8),

@@ -99,8 +99,8 @@ impl Family for LatentMma {
     }
 }
 
-/// Whether the kernels of this family are asked before `latent`: tiles of 16 rows are faster, unless
-/// lengths differ, which only `latent` divides by.
+/// Whether the kernels of this family are asked before `latent`: tiles of 16 rows are faster,
+/// unless lengths differ, which only `latent` divides by.
 pub(in crate::plan) fn comes_first(p: &Problem, device: &DeviceInfo) -> bool {
     has_few_tiles(p, device) && !super::latent::divides(p, device)
 }
