@@ -5,7 +5,7 @@ use crate::{
     AttentionCase, Case, DECODE_KERNELS, Parity, any_dtype, attention_case, biased_prompts, case,
     external, float8_prompts, half_dtype, heads_up_to, latent, latent_in_float8, latent_in_place,
     packed_rows, padded, paged, paged_prompts, paged_steps, prompts, quantized, quantized_output,
-    quantized_prompts, quantized_steps, sliding, steps, tree_steps, trees, wide,
+    quantized_prompts, quantized_steps, sliding, steps, tree_steps, trees, wide, wide_paged,
 };
 use gqa_host::backend::Backend;
 use gqa_host::plan::{Arg, DeviceInfo, Launch, Plan, PlanOptions, plan};
@@ -174,5 +174,6 @@ fn any_call() -> BoxedStrategy<Rc<dyn Parity>> {
         1 => latent_in_place(latent(&[[576, 512]], 400), &DeviceInfo::h200()).prop_map(shared),
         1 => latent_in_float8(latent(&[[576, 512]], 400), &DeviceInfo::h200()).prop_map(shared),
         1 => wide(100).prop_map(shared),
+        1 => wide_paged(100).prop_map(shared),
     ].boxed()
 }

@@ -106,7 +106,7 @@ mod tests {
         };
         assert_eq!(problem(&found(MOST_COPIES, 40)), None);
         assert!(problem(&found(MOST_COPIES + 1, 40)).is_some_and(|text| text.contains("copies")));
-        assert!(problem(&found(1, 13)).is_some_and(|text| text.contains("behind 13")));
+        assert!(problem(&found(1, 13)).is_some_and(|text| text.contains("after 13 ")));
         let other = Loop { entry: "gqa_hopper_bf16_d64".into(), ..found(1, 0) };
         assert_eq!(problem(&other), None);
     }

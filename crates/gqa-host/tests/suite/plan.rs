@@ -108,6 +108,7 @@ attention
   split_kv_masked        refused: there is no attention_bias
   hopper_float8          refused: the KV cache is not quantized
   hopper_quantized       refused: the KV cache is not quantized
+  hopper_paged           refused: does not take float32
   hopper                 refused: does not take float32
   hopper_masked          refused: there is no attention_bias
   hopper_wide            refused: has no tile for head size 64

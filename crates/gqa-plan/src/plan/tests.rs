@@ -498,38 +498,42 @@ fn wide_heads_take_tiles_that_hold_their_rows_and_fit() {
 
 /// Contiguous or in blocks, on Hopper; other GPUs, and calls with more, have `tiled_wide`.
 #[test]
-fn heads_of_512_have_one_kernel_for_all_rows() {
+fn heads_of_512_have_a_kernel_for_few_rows_and_one_for_many() {
     let off = PlanOptions::default();
     let wide = |p: Problem| with(p, |p| (p.head_size, p.rotary) = (512, None));
     let kernels_of = |p: &Problem| kernels(p, &off);
+    assert_eq!(kernels_of(&wide(llama(1, 4096))), ["decode_f16_d512_r8"]);
+    assert_eq!(kernels_of(&wide(over_blocks(4, 2, 4096))), ["decode_f16_d512_r8"]);
+    assert_eq!(attention(&wide(llama(1, 4096)), "b200", &off), Family::Decode);
+    // Three tokens of four heads are twelve rows.
     let merged = ["hopper_wide", "latent_merge"];
-    assert_eq!(kernels_of(&wide(llama(1, 4096)))[1..], merged);
+    assert_eq!(kernels_of(&wide(llama(3, 4096)))[1..], merged);
     assert_eq!(kernels_of(&wide(llama(4096, 0)))[1..], merged[..1]);
-    assert_eq!(kernels_of(&wide(over_blocks(1, 1, 4096))), ["paged_append", merged[0], merged[1]]);
+    assert_eq!(kernels_of(&wide(over_blocks(1, 3, 4096))), ["paged_append", merged[0], merged[1]]);
     assert_eq!(kernels_of(&wide(over_blocks(2, 2048, 0))), ["paged_append", merged[0]]);
-    assert_eq!(kernels_of(&wide(over_blocks(1, 1, 4096)).appended()), merged);
-    let of = |sequences| kernels_of(&wide(over_blocks(sequences, 1, 2048)).appended());
+    assert_eq!(kernels_of(&wide(over_blocks(1, 3, 4096)).appended()), merged);
+    let of = |sequences| kernels_of(&wide(over_blocks(sequences, 3, 2048)).appended());
     assert_eq!(of(33), merged[..1]);
     // One wave of CTAs and a few more.
     assert_eq!(of(17), merged);
     // Of long sequences it splits the keys even where most must be short.
-    let few_rows = with(wide(over_blocks(4, 1, 60_000)).appended(), |p| {
+    let few_rows = with(wide(over_blocks(4, 3, 60_000)).appended(), |p| {
         p.pages = p.pages.map(|pages| Pages { blocks: 8_000 / pages.block_size, ..pages });
     });
     assert_eq!(kernels_of(&few_rows), merged);
     let rotary = Some(ROTARY);
-    let rotated = with(over_blocks(3, 1, 4096), |p| (p.head_size, p.rotary) = (512, rotary));
+    let rotated = with(over_blocks(3, 3, 4096), |p| (p.head_size, p.rotary) = (512, rotary));
     assert_eq!(kernels_of(&equal(rotated.clone()))[..2], ["paged_append", "hopper_wide"]);
     let gathered = ["paged_append", "paged_gather"];
     for change in [
         |p: &mut ProblemFields| p.sink = Sink::PerHead,
         |p: &mut ProblemFields| p.window = Some(100),
     ] {
-        assert_eq!(kernels_of(&with(wide(over_blocks(1, 1, 4096)), change))[..2], gathered);
-        let dense = with(wide(llama(1, 4096)), change);
+        assert_eq!(kernels_of(&with(wide(over_blocks(1, 3, 4096)), change))[..2], gathered);
+        let dense = with(wide(llama(3, 4096)), change);
         assert_eq!(attention(&dense, "h200", &off), Family::TiledWide);
     }
-    assert_eq!(attention(&wide(llama(1, 4096)), "b200", &off), Family::TiledWide);
+    assert_eq!(attention(&wide(llama(3, 4096)), "b200", &off), Family::TiledWide);
 }
 
 /// Two CTAs with neighbouring row tiles share their copies.
@@ -555,7 +559,7 @@ fn heads_of_512_stay_inside_their_tensors() {
     let call = |s, past, batch| {
         with(llama(s, past), |p| (p.head_size, p.batch, p.lse) = (512, batch, past % 2 == 0))
     };
-    for (s, past, batch) in [(1, 700, 1), (1, 64, 40), (8, 3000, 2), (200, 0, 3), (70, 130, 1)] {
+    for (s, past, batch) in [(3, 700, 1), (3, 64, 40), (8, 3000, 2), (200, 0, 3), (70, 130, 1)] {
         for problem in [call(s, past, batch), equal(paged(&call(s, past, batch)))] {
             for splits in [None, Some(5)] {
                 let options = PlanOptions { splits, ..PlanOptions::default() };
@@ -1113,8 +1117,11 @@ fn work_tiles_that_leave_a_hopper_idle_are_cut() {
     assert_eq!(forced[1..], ["hopper_split_f16_d128", "combine"]);
     // Lengths may differ.
     let batch = |p| with(p, |p: &mut ProblemFields| p.batch = 4);
-    assert_eq!(names(&batch(short))[1..], ["hopper_paged_split_f16_d128", "hopper_paged_merge"]);
-    for other in [llama(100, 0), llama(100, 900), llama(200, 8000)] {
+    let divided = ["hopper_paged_split_f16_d128", "hopper_paged_merge"];
+    assert_eq!(names(&batch(llama(64, 8000)))[1..], divided);
+    let unequal = with(batch(short), |p| p.mean_len = Some(2000));
+    assert_eq!(names(&unequal)[1..], divided);
+    for other in [llama(100, 0), llama(100, 900), llama(100, 8000), llama(200, 8000)] {
         assert_eq!(names(&batch(other))[1..], ["hopper_f16_d128"]);
     }
     let exact = with(batch(llama(100, 8000)), |p| p.lse = true);

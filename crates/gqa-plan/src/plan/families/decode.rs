@@ -110,6 +110,7 @@ fn entry(module: registry::Family, call: &Call<'_>) -> Result<&'static Entry, Re
     let format = p.quantized.map(|how| how.format);
     let is_typed = |entry: &&Entry| {
         entry.family == module
+            && entry.role == registry::Role::Attention
             && (entry.formats.is_empty() || entry.holds(format))
             && element(p.dtype) == Some(entry.dtype)
             && (!p.tree_mask || takes_trees(entry))
