@@ -21,7 +21,8 @@ const TARGETS: [&str; 5] = ["sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_120a"];
 ///
 /// - Most decode and append kernels here spill as general text only. With a layer's constants
 ///   folded they do not, but for two of 4 bits (`crates/gqa-host/tests/suite/folded.rs`,
-///   `docs/results/2026-11-28-h200-constants`).
+///   `docs/results/2026-11-28-h200-constants`) and `decode_d128_r32` over pages, by 28 bytes
+///   (`docs/decisions.md`).
 /// - On `sm_90` a decode kernel with spills was faster than the one with eight warps and without
 ///   (`docs/results/2026-11-26-h100-ampere`); other GPUs were not measured.
 /// - On `sm_75` copies to shared memory go through registers.
